@@ -1,0 +1,54 @@
+"""Byte counts as people read and write them. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tool.errors import UsageError
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_UNITS = {
+    "": 1, "B": 1,
+    "K": 1000, "KB": 1000, "KIB": 1 << 10,
+    "M": 10**6, "MB": 10**6, "MIB": 1 << 20,
+    "G": 10**9, "GB": 10**9, "GIB": 1 << 30,
+    "T": 10**12, "TB": 10**12, "TIB": 1 << 40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Number of bytes named by ``text``; decimal units are powers of 1000, ``KiB`` and friends of 1024.
+
+    >>> parse_bytes("64MiB"), parse_bytes("5GB"), parse_bytes("100")
+    (67108864, 5000000000, 100)
+
+    Raises:
+        UsageError: not a number with a known unit, or not above zero.
+    """
+    match = _PATTERN.fullmatch(text)
+    unit = match[2].upper() if match else None
+    if match is None or unit not in _UNITS:
+        raise UsageError(f"{text!r} is not a size in bytes", hint="write it as 512MiB, 1GiB, 5GB or a plain number")
+    nbytes = int(float(match[1]) * _UNITS[unit])
+    if nbytes <= 0:
+        raise UsageError(f"{text!r} is not above zero bytes")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """``nbytes`` with a binary unit and three digits.
+
+    >>> format_bytes(0), format_bytes(1023), format_bytes(1536), format_bytes(5 * 2**30)
+    ('0 B', '1023 B', '1.50 KiB', '5.00 GiB')
+    """
+    size = float(nbytes)
+    if size < 1024:
+        return f"{nbytes} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        size /= 1024
+        if size < 1024 or unit == "PiB":
+            break
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    return f"{size:.{digits}f} {unit}"
