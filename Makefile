@@ -1,0 +1,43 @@
+# Everything a contributor types. Each target works on a fresh machine: the virtual environment makes itself.
+#
+#   make demo    a tour of the tool on a bundled checkpoint
+#   make test    what CI runs: lint, types, tests
+#   make check   lint and types only
+#   make bench   the measurements
+#   make clean   remove what the others made
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := test
+.PHONY: demo test check bench clean
+
+# torch goes first and by itself, so that pip takes a CPU build where one is at hand
+# (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
+$(INSTALLED): pyproject.toml
+	@echo "Preparing $(VENV) (once, and again when pyproject.toml changes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/demo.sh
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest
+
+bench: $(INSTALLED)
+	$(BIN)/pytest -m bench -s tests/bench
+
+clean:
+	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV)
+	find ckpt_tool tests -name __pycache__ -type d -prune -exec rm -rf {} +

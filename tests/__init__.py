@@ -1,0 +1,1 @@
+"""Tests of ckpt_tool: the folders mirror the package."""
