@@ -1,0 +1,193 @@
+"""What a format is to the rest of the program: a reader that produces a manifest, a writer that lays one out.
+
+Readers never interpret tensor payload and writers never touch it: a reader says where bytes are, a writer says where
+they go and which header bytes surround them, the engine moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
+from ckpt_tool.storage.store import Listing, Store
+
+__all__ = [
+    "BoxTable",
+    "Checksum",
+    "LayOut",
+    "Probe",
+    "Reader",
+    "Segment",
+    "Source",
+    "WriteRequest",
+    "Writer",
+    "WriterOptions",
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A store with its listing, and the first bytes of files read at most once."""
+
+    store: Store
+    listing: Listing
+    _heads: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)
+
+    def head(self, path: str, length: int) -> bytes:
+        """The first ``length`` bytes of ``path``, or all of a shorter file; cached, one request."""
+        key = (path, length)
+        if key not in self._heads:
+            self._heads[key] = self.store.read(path, 0, min(length, self.listing.nbytes(path)))
+        return self._heads[key]
+
+    def read_whole(self, path: str) -> bytes:
+        """All bytes of a (small) file: one request."""
+        return self.store.read(path, 0, self.listing.nbytes(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How sure a reader is that a source is its format."""
+
+    confidence: float
+    """0 certainly not, 1 certainly; above 0.5 the format is taken."""
+    why: str
+    """What was seen, or what is missing; shown when no reader fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum that the checkpoint itself records for some of its bytes."""
+
+    where: FileRange
+    crc32: int
+    fqn: str | None = None
+    """The tensor or object that the bytes belong to, None for container parts."""
+
+
+class Reader(Protocol):
+    """Turns the metadata of one on-disk format into a manifest. Stateless."""
+
+    name: str
+
+    def probe(self, source: Source) -> Probe:
+        """Look at names, and at the first bytes of a few files where names do not tell."""
+        ...
+
+    def read(self, source: Source) -> Manifest:
+        """The manifest; chunks may be ``UNRESOLVED`` when their payload's place costs a request each."""
+        ...
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """All chunks of ``manifest``, those named by ``rows`` with exact payload offset, length, strides and flags.
+
+        Raises:
+            FormatError: the payload's own header contradicts the manifest (dtype, shape, extent).
+        """
+        ...
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """All blobs of ``manifest``, those named by ``rows`` with their value loaded (inert, never executed)."""
+        ...
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """Every checksum that the files record, for ``verify --full``."""
+        ...
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Contradictions that only this format can have (index against headers, stray files ...)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class BoxTable:
+    """Boxes to be stored: one row per box and rank that stores it, columns as in ``ChunkTable``."""
+
+    tensor: npt.NDArray[np.int32]  # int32[n]
+    offsets: IntArray  # int64[n, D]
+    sizes: IntArray  # int64[n, D]
+    rank: npt.NDArray[np.int32]  # int32[n]
+
+    def __len__(self) -> int:
+        """Number of boxes."""
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """Choices that only some writers look at."""
+
+    max_shard_nbytes: int | None = None
+    """safetensors: start a new file before this many payload bytes; None for one file."""
+    file_name: str | None = None
+    """Single-file formats: the name of the file, None for the format's usual one."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """safetensors: extra ``__metadata__``."""
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """What a writer is to lay out."""
+
+    tensors: TensorTable
+    """Names, dtypes, shapes and key paths as the target shall have them."""
+    boxes: BoxTable
+    """Boxes of ``tensors``; ``tensor`` is a row of it."""
+    world_size: int
+    """Number of ranks of the target layout; 1 for a full checkpoint."""
+    blobs: tuple[Blob, ...] = ()
+    """Objects to carry over, loaded; a ``torch_save`` blob may bring its original bytes in ``blob_bytes``."""
+    blob_bytes: Mapping[str, bytes] = field(default_factory=dict)
+    """By fqn: original encoded bytes of blobs whose encoding the target shares."""
+    mesh_axes: tuple[str, ...] = ()
+    mesh_sizes: tuple[int, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    options: WriterOptions = WriterOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes that are not tensor payload: headers, directories, metadata files."""
+
+    path: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class LayOut:
+    """A target manifest with everything that surrounds the payload, known before the first byte is written."""
+
+    manifest: Manifest
+    """Chunks are packed, row-major, and aligned row by row with ``WriteRequest.boxes``; file sizes are exact."""
+    segments: tuple[Segment, ...]
+    """Bytes known now; together with the chunks, ``seal`` and zero padding they fill every file."""
+    commit_path: str | None
+    """The file whose presence makes the target a checkpoint; it is written last. None when any complete file is one."""
+    needs_crc32: bool = False
+    """Whether ``seal`` wants the CRC-32 of every chunk's bytes."""
+    seal: Callable[[npt.NDArray[np.uint32]], Iterable[Segment]] | None = None
+    """Called once all payload is written, with uint32[n_chunks] (zeros if not needed); yields the remaining bytes."""
+
+
+class Writer(Protocol):
+    """Lays out one on-disk format. Stateless."""
+
+    name: str
+    per_rank: bool
+    """Whether ranks get files of their own, so that boxes replicated over model-parallel ranks are stored in each."""
+
+    def lay_out(self, request: WriteRequest) -> LayOut:
+        """Where every box goes.
+
+        Raises:
+            Unsupported: a dtype or an object that the format cannot hold; the message says which and what to do.
+        """
+        ...

@@ -1,0 +1,175 @@
+"""A manifest says which n-D box of which tensor lives at which bytes of which file.
+
+It is columns (``tables``) with small frozen records made on demand. It knows no format, opens no file, and holds no
+tensor payload; objects that are not tensors are carried as blobs: the bytes where they lie, and a readable value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.errors import NotFound
+
+if TYPE_CHECKING:
+    from ckpt_tool.dtypes import DType
+    from ckpt_tool.geometry.box import Box
+    from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+
+__all__ = ["Blob", "Chunk", "FileEntry", "FileRange", "KeyPath", "Manifest", "MeshInfo", "TensorMeta"]
+
+KeyPath = tuple["str | int", ...]
+"""Where a value sits in a nested state dict: dict keys and list positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``length`` bytes of a file, ``path`` relative to the checkpoint's root."""
+
+    path: str
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.length
+
+    def __str__(self) -> str:
+        """As error messages name it.
+
+        >>> str(FileRange("a.pt", 64, 8))
+        'a.pt:64+8'
+        """
+        return f"{self.path}:{self.offset}+{self.length}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor of the checkpoint."""
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    """Global shape, as stored in the checkpoint, never guessed from the chunks."""
+    section: str
+    """``model``, ``optimizer`` or ``other``."""
+    path: KeyPath
+    """Keys from the root of the state dict; ``(fqn,)`` where the format is flat."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed elements."""
+        return self.dtype.nbytes(self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored box of a tensor."""
+
+    fqn: str
+    box: Box
+    """In global coordinates of the tensor."""
+    where: FileRange
+    """The bytes from the box's first element to its last; for an unresolved chunk, the container item around them."""
+    strides: tuple[int, ...] | None
+    """In elements; None for a packed row-major box."""
+    flags: int
+    """Bits of ``tables.ChunkFlag``."""
+    rank: int | None
+    """Rank that wrote it, None where the format does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file that chunks lie in, or the decoded content of a compressed part of one."""
+
+    path: str
+    nbytes: int
+    """Size in bytes; of the decoded content where ``codec`` is set; -1 while unknown."""
+    codec: str | None = None
+    """``deflate`` or ``zstd``: chunk offsets count in the decoded content of ``part``."""
+    part: FileRange | None = None
+    """The encoded bytes, None for a plain file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """An object that is not a tensor: hyperparameters, random states, counters."""
+
+    fqn: str
+    kind: str
+    """How ``where`` is encoded: ``torch_save`` (a zip), ``pickle``, ``json``, ``text``, ``bytes``, or ``value`` for none."""
+    where: FileRange | None
+    """Its bytes, None when it exists only as ``value`` (part of a larger pickle)."""
+    value: Any = None
+    """Inert Python value; None until it is read."""
+    path: KeyPath = ()
+    rank: int | None = None
+    is_loaded: bool = False
+    """Whether ``value`` holds the object (which may itself be None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshInfo:
+    """The mesh that wrote the checkpoint, as far as the files tell."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    evidence: str
+    """Where this is known from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that is known of a checkpoint without reading tensor payload."""
+
+    format: str
+    """Name of the reader (``dcp``, ``safetensors``, ...)."""
+    root: str
+    """URL that file paths are relative to."""
+    tensors: TensorTable
+    chunks: ChunkTable
+    files: FileTable
+    blobs: tuple[Blob, ...] = ()
+    mesh: MeshInfo | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What else the format says: ``step``, ``world_size``, ``torch_version``, ``metadata`` ... JSON-able."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: assumptions with their evidence, files left out and why."""
+
+    def replace(self, **changes: Any) -> Manifest:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def tensor(self, fqn: str) -> TensorMeta:
+        """The tensor called ``fqn``.
+
+        Raises:
+            NotFound: no such tensor; the hint names the nearest ones.
+        """
+        return self.tensors.record(self.tensor_id(fqn))
+
+    def tensor_id(self, fqn: str) -> int:
+        """Row of ``fqn`` in ``tensors``.
+
+        Raises:
+            NotFound: no such tensor; the hint names the nearest ones.
+        """
+        row = self.tensors.index.get(fqn)
+        if row is None:
+            import difflib
+
+            near = difflib.get_close_matches(fqn, self.tensors.fqns, n=3, cutoff=0.5)
+            hint = "did you mean " + " or ".join(near) if near else f'list the names with "ckpt inspect {self.root}"'
+            raise NotFound(f"no tensor {fqn!r} among {len(self.tensors):,}", where=self.root, hint=hint)
+        return row

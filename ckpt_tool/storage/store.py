@@ -1,0 +1,98 @@
+"""A store reads byte ranges of the files below one root; it knows no format and no tensor."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from ckpt_tool.errors import NotFound
+from ckpt_tool.manifest.model import FileRange
+
+__all__ = ["Listing", "ReadCost", "Store"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What a request costs on a kind of storage, as knobs for coalescing."""
+
+    max_gap_bytes: int
+    """Two ranges at most this far apart are cheaper to read as one."""
+    max_read_bytes: int
+    """No single request is longer than this."""
+    concurrency: int
+    """Requests that are worth having under way at once."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Files below a root, paths with ``/`` and relative to it, sorted."""
+
+    url: str
+    sizes: dict[str, int]
+    """Bytes of each file."""
+    entry: str | None = None
+    """The one file that the user named, when the URL was a file: ``url`` is then its folder and ``sizes`` has only it
+    and its siblings."""
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """All paths, sorted; only ``entry`` when a single file was named."""
+        return (self.entry,) if self.entry is not None else tuple(sorted(self.sizes))
+
+    def match(self, pattern: str) -> tuple[str, ...]:
+        """Paths that fit a glob; ``*`` does not cross ``/``.
+
+        >>> Listing("", {"a.pt": 1, "b/a.pt": 1}).match("*.pt")
+        ('a.pt',)
+        """
+        depth = pattern.count("/")
+        return tuple(p for p in self.paths if p.count("/") == depth and fnmatch.fnmatchcase(p, pattern))
+
+    def __contains__(self, path: object) -> bool:
+        """Whether ``path`` is a file here (siblings of ``entry`` included)."""
+        return path in self.sizes
+
+    def nbytes(self, path: str) -> int:
+        """Bytes of one file.
+
+        Raises:
+            NotFound: no such file.
+        """
+        size = self.sizes.get(path)
+        if size is None:
+            raise NotFound("no such file", where=f"{self.url.rstrip('/')}/{path}")
+        return size
+
+
+class Store(Protocol):
+    """Random reads below ``url``. Safe to use from several threads.
+
+    Every read is exact: fewer bytes than asked for is a ``StorageError``, a missing file ``NotFound``. Paths that leave
+    the root are a ``FormatError``.
+    """
+
+    url: str
+    cost: ReadCost
+
+    def listing(self) -> Listing:
+        """All files below the root; one listing call per folder or page, cached."""
+        ...
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes of ``path`` from ``offset``: one request."""
+        ...
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``path`` at ``offset``: one request."""
+        ...
+
+    def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
+        """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""
+        ...
+
+    def close(self) -> None:
+        """Release handles; further reads fail."""
+        ...
