@@ -9,7 +9,7 @@ when an array is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.errors import FormatError, Unsupported
@@ -153,15 +153,16 @@ def opaque(name: str, *, numel: int, nbytes: int) -> DType:
     return DType(name, bits, "opaque", name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _numpy_dtype(row: DType) -> np.dtype[Any]:
     import numpy as np
 
     if row.numpy is None:
         return np.dtype(f"V{row.itemsize}")
     try:
-        return np.dtype(row.numpy)
+        found: np.dtype[Any] = np.dtype(row.numpy)
     except TypeError:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, row.numpy))
+        found = np.dtype(getattr(ml_dtypes, row.numpy))
+    return found

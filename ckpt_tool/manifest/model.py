@@ -108,7 +108,7 @@ class Blob:
 
     fqn: str
     kind: str
-    """How ``where`` is encoded: ``torch_save`` (a zip), ``pickle``, ``json``, ``text``, ``bytes``, or ``value`` for none."""
+    """Encoding of ``where``: ``torch_save`` (a zip), ``pickle``, ``json``, ``text``, ``bytes``; ``value`` for none."""
     where: FileRange | None
     """Its bytes, None when it exists only as ``value`` (part of a larger pickle)."""
     value: Any = None

@@ -20,7 +20,16 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, KeyPath, TensorMeta
 
-__all__ = ["SECTIONS", "ChunkFlag", "ChunkTable", "FileTable", "IntArray", "TensorTable", "packed_strides", "pad_shapes"]
+__all__ = [
+    "SECTIONS",
+    "ChunkFlag",
+    "ChunkTable",
+    "FileTable",
+    "IntArray",
+    "TensorTable",
+    "packed_strides",
+    "pad_shapes",
+]
 
 IntArray = npt.NDArray[np.int64]
 SECTIONS = ("model", "optimizer", "other")
@@ -119,7 +128,8 @@ class TensorTable:
     @cached_property
     def numel(self) -> IntArray:
         """int64[n]: number of elements."""
-        return np.prod(self.shape, axis=1, dtype=np.int64)
+        numel: IntArray = np.prod(self.shape, axis=1, dtype=np.int64)
+        return numel
 
     @cached_property
     def nbytes(self) -> IntArray:
@@ -166,7 +176,8 @@ class ChunkTable:
 
     def __post_init__(self) -> None:
         """Check that the columns are aligned."""
-        columns = [self.tensor, self.offsets, self.sizes, self.file, self.offset, self.length, self.rank, self.flags]
+        columns: list[npt.NDArray[Any]] = [self.tensor, self.offsets, self.sizes, self.file, self.offset, self.length]
+        columns += [self.rank, self.flags]
         if self.strides is not None:
             columns.append(self.strides)
         if len({len(c) for c in columns}) != 1:
@@ -230,7 +241,8 @@ class ChunkTable:
     @cached_property
     def volume(self) -> IntArray:
         """int64[n]: number of elements in each box."""
-        return np.prod(self.sizes, axis=1, dtype=np.int64)
+        volume: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return volume
 
     @cached_property
     def by_tensor(self) -> tuple[IntArray, IntArray]:

@@ -1,0 +1,1 @@
+"""Decides which bytes go where: the overlap of two manifests, cut into tiles. Moves nothing, opens nothing."""

@@ -1,0 +1,293 @@
+"""Builds a plan: target boxes to tiles, tiles to source bytes and to target bytes, all in columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.errors import CoverageError, LayoutError, Unsupported
+from ckpt_tool.geometry.box import Box, difference
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.plan.assign import box_groups, split_evenly
+from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
+from ckpt_tool.plan.overlap import Boxes, Pairs, is_packed_in, overlapping_pairs
+from ckpt_tool.plan.tiles import cut_tiles
+
+__all__ = ["PlanLimits", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """Sizes that shape a plan."""
+
+    max_tile_bytes: int
+    """Buffer for one tile."""
+    max_odd_tile_bytes: int
+    """Buffer for a tensor stored with odd strides (transposed, expanded), which is not cut if it fits."""
+    unit_bytes: int
+    """About this many bytes are executed and journaled together."""
+
+
+def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan:
+    """The plan that fills every chunk of ``target`` from the chunks of ``source`` with the same fqn.
+
+    Where the source holds a box more than once, the first copy is read.
+
+    Raises:
+        LayoutError: a target tensor has no source, or another shape than it.
+        CoverageError: the source's chunks overlap, or leave a hole where the target needs data.
+        Unsupported: a cast between types that have no arithmetic, or a sub-byte tensor cut into pieces.
+    """
+    source_tensor = _match_tensors(source, target)
+    casts = _casts(source, target, source_tensor)
+    width = max(source.tensors.shape.shape[1], target.tensors.shape.shape[1])
+    available = _distinct_sources(source, source_tensor, width)
+    needed_key = source_tensor[target.chunks.tensor]
+    needed = Boxes(needed_key, _pad(target.chunks.offsets, width, 0), _pad(target.chunks.sizes, width, 1))
+    regions, region_of_chunk = _regions(needed, target.chunks)
+    tiles, tile_region = _tiles(source, regions, limits)
+
+    reads = overlapping_pairs(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
+    _check_covered(source, available.boxes, reads, tiles)
+    writes = overlapping_pairs(
+        Boxes(region_of_chunk, needed.offsets, needed.sizes), Boxes(tile_region, tiles.offsets, tiles.sizes)
+    )
+    read_pieces = _pieces(
+        reads, source.chunks.take(available.rows), tiles, source.tensors.bits[tiles.tensor[reads.right]], width
+    )
+    read_pieces = _with_rows(read_pieces, available.rows)
+    write_bits = target.tensors.bits[target.chunks.tensor[writes.left]]
+    write_pieces = _pieces(writes, target.chunks, tiles, write_bits, width)
+    _check_sub_byte(source, tiles, reads, writes)
+    stats = PlanStats(
+        n_tensors=len(target.tensors),
+        n_tiles=len(tiles),
+        n_units=tiles.n_units,
+        read_nbytes=int(read_pieces.length.sum()),
+        needed_nbytes=int((reads.volume * source.tensors.bits[tiles.tensor[reads.right]] // 8).sum()),
+        n_reads=len(read_pieces),
+        n_source_files=len(np.unique(read_pieces.file)),
+        written_nbytes=int(write_pieces.length.sum()),
+        n_writes=len(write_pieces),
+        n_target_files=len(target.files),
+        target_nbytes=int(target.files.nbytes.sum()) if len(target.files) else 0,
+        max_tile_nbytes=int(tiles.nbytes.max(initial=0)),
+    )
+    return Plan(source, target, tiles, read_pieces, write_pieces, source_tensor, casts, stats)
+
+
+def _match_tensors(source: Manifest, target: Manifest) -> IntArray:
+    """int64[n_target_tensors]: the source row of each target tensor."""
+    rows = np.array([source.tensors.index.get(fqn, -1) for fqn in target.tensors.fqns], dtype=np.int64)
+    if len(missing := np.flatnonzero(rows < 0)):
+        names = ", ".join(repr(target.tensors.fqns[i]) for i in missing[:3])
+        raise LayoutError(f"{len(missing):,} target tensors have no source: {names}", where=source.root)
+    for target_row, source_row in enumerate(rows.tolist()):
+        wanted, found = target.tensors.shape_of(target_row), source.tensors.shape_of(source_row)
+        if wanted != found:
+            raise LayoutError(
+                f"shapes differ, expected {list(wanted)}, got {list(found)}", where=target.tensors.fqns[target_row]
+            )
+    return rows
+
+
+def _casts(source: Manifest, target: Manifest, source_tensor: IntArray) -> tuple[Cast, ...]:
+    casts = []
+    for target_row, source_row in enumerate(source_tensor.tolist()):
+        before, after = source.tensors.dtypes[source_row], target.tensors.dtypes[target_row]
+        if before == after:
+            continue
+        fqn = target.tensors.fqns[target_row]
+        if before.numpy is None or after.numpy is None:
+            raise Unsupported(f"no arithmetic cast from {before.name} to {after.name}", where=fqn)
+        casts.append(Cast(fqn, before, after))
+    return tuple(casts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Available:
+    """The source's distinct boxes and the chunk row that each is read from."""
+
+    boxes: Boxes
+    rows: IntArray
+
+
+def _distinct_sources(source: Manifest, wanted: IntArray, width: int) -> _Available:
+    """First chunk of each distinct box of the wanted tensors; replicas are left out."""
+    is_wanted = np.zeros(len(source.tensors), dtype=bool)
+    is_wanted[wanted] = True
+    rows = np.flatnonzero(is_wanted[source.chunks.tensor])
+    offsets, sizes = _pad(source.chunks.offsets[rows], width, 0), _pad(source.chunks.sizes[rows], width, 1)
+    key = source.chunks.tensor[rows].astype(np.int64)
+    group = box_groups([key, *offsets.T, *sizes.T])
+    _, first = np.unique(group, return_index=True)
+    return _Available(Boxes(key[first], offsets[first], sizes[first]), rows[first])
+
+
+def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
+    """Boxes to be read, keyed by source tensor, in the order in which the target's files want them.
+
+    A tensor whose distinct target boxes fill their bounding box is one region, so that its bytes are read once
+    whatever the cut; else every distinct box is a region of its own. Also int64[n_chunks]: the region of each chunk,
+    -1 for empty chunks.
+    """
+    live = np.flatnonzero((needed.sizes > 0).all(axis=1))
+    key, offsets, sizes = needed.key[live], needed.offsets[live], needed.sizes[live]
+    box = box_groups([key, *offsets.T, *sizes.T])
+    _, first = np.unique(box, return_index=True)
+    tensors, tensor_of_chunk = np.unique(key, return_inverse=True)
+    n = len(tensors)
+    low = np.full((n, offsets.shape[1]), np.iinfo(np.int64).max, dtype=np.int64)
+    high = np.zeros_like(low)
+    np.minimum.at(low, tensor_of_chunk, offsets)
+    np.maximum.at(high, tensor_of_chunk, offsets + sizes)
+    distinct_volume = np.bincount(
+        tensor_of_chunk[first], weights=np.prod(sizes[first], axis=1).astype(np.float64), minlength=n
+    )
+    distinct = Boxes(tensor_of_chunk[first], offsets[first], sizes[first])
+    own = overlapping_pairs(distinct, distinct)
+    has_overlap = np.bincount(tensor_of_chunk[first][own.left[own.left != own.right]], minlength=n) > 0
+    fills = (distinct_volume == np.prod(high - low, axis=1).astype(np.float64)) & ~has_overlap
+
+    # region label per live chunk: the tensor's own region, or the box's
+    label = np.where(fills[tensor_of_chunk], tensor_of_chunk, n + box)
+    labels, region = np.unique(label, return_inverse=True)
+    position = np.lexsort((chunks.offset[live], chunks.file[live]))
+    first_position = np.full(len(labels), len(live), dtype=np.int64)
+    rank = np.empty(len(live), dtype=np.int64)
+    rank[position] = np.arange(len(live))
+    np.minimum.at(first_position, region, rank)
+    order = np.argsort(first_position, kind="stable")
+    new_number = np.empty(len(labels), dtype=np.int64)
+    new_number[order] = np.arange(len(labels))
+    representative = position[first_position[order]]
+    whole = fills[tensor_of_chunk[representative]]
+    region_low = np.where(whole[:, None], low[tensor_of_chunk[representative]], offsets[representative])
+    region_high = np.where(whole[:, None], high[tensor_of_chunk[representative]], (offsets + sizes)[representative])
+    region_of_chunk = np.full(len(needed), -1, dtype=np.int64)
+    region_of_chunk[live] = new_number[region]
+    return Boxes(key[representative], region_low, region_high - region_low), region_of_chunk
+
+
+def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles, IntArray]:
+    """Tiles of all regions and the region of each."""
+    bits = source.tensors.bits[regions.key] if len(regions) else np.zeros(0, dtype=np.int64)
+    has_odd_strides = np.zeros(len(source.tensors), dtype=bool)
+    has_odd_strides[source.chunks.tensor[~_is_packed(source.chunks)]] = True
+    region_nbytes = np.prod(regions.sizes, axis=1) * bits // 8
+    whole = (bits % 8 != 0) | (has_odd_strides[regions.key] & (region_nbytes <= limits.max_odd_tile_bytes))
+    cut = cut_tiles(regions, bits=bits, max_tile_bytes=limits.max_tile_bytes, whole=whole.astype(np.int64))
+    nbytes = np.prod(cut.sizes, axis=1) * bits[cut.key] // 8
+    n_units = max(1, int(-(-int(nbytes.sum()) // limits.unit_bytes)))
+    bounds = np.unique(split_evenly(nbytes, n_units))
+    return Tiles(regions.key[cut.key], cut.offsets, cut.sizes, nbytes, bounds), cut.key
+
+
+def _is_packed(chunks: ChunkTable) -> npt.NDArray[np.bool_]:
+    """bool[n]: whether each chunk's bytes are its elements in row-major order without gaps."""
+    if chunks.strides is None:
+        return np.ones(len(chunks), dtype=bool)
+    usual = _packed_strides(chunks.sizes)
+    packed: npt.NDArray[np.bool_] = np.all((chunks.strides == usual) | (chunks.sizes <= 1), axis=1)
+    return packed
+
+
+def _packed_strides(sizes: IntArray) -> IntArray:
+    """int64[n, D]: row-major strides in elements."""
+    strides = np.ones_like(sizes)
+    if sizes.shape[1] > 1:
+        strides[:, :-1] = np.cumprod(np.maximum(sizes[:, :0:-1], 1), axis=1)[:, ::-1]
+    return strides
+
+
+def _pieces(pairs: Pairs, chunks: ChunkTable, tiles: Tiles, bits: IntArray, width: int) -> Pieces:
+    """Byte positions of overlaps; ``pairs.left`` are rows of ``chunks``, ``pairs.right`` tiles."""
+    sizes = _pad(chunks.sizes[pairs.left], width, 1)
+    strides = _packed_strides(sizes)
+    packed = np.ones(len(pairs), dtype=bool)
+    if chunks.strides is not None:
+        packed = _is_packed(chunks)[pairs.left]
+        strides = np.where(packed[:, None], strides, _pad(chunks.strides[pairs.left], width, 1))
+    local = pairs.offsets - _pad(chunks.offsets[pairs.left], width, 0)
+    contiguous = packed & is_packed_in(pairs.sizes, sizes)
+    span = ((pairs.sizes - 1) * strides).sum(axis=1) + 1
+    tile_sizes = tiles.sizes[pairs.right]
+    tile_local = pairs.offsets - tiles.offsets[pairs.right]
+    return Pieces(
+        tile=pairs.right,
+        chunk=pairs.left,
+        offsets=pairs.offsets,
+        sizes=pairs.sizes,
+        file=chunks.file[pairs.left],
+        file_offset=chunks.offset[pairs.left] + (local * strides).sum(axis=1) * bits // 8,
+        length=np.where(contiguous, pairs.volume, span) * bits // 8,
+        is_contiguous=contiguous,
+        tile_offset=(tile_local * _packed_strides(tile_sizes)).sum(axis=1) * bits // 8,
+        is_packed_in_tile=is_packed_in(pairs.sizes, tile_sizes),
+    )
+
+
+def _with_rows(pieces: Pieces, rows: IntArray) -> Pieces:
+    """``pieces`` whose chunk numbers, positions in ``rows``, are replaced by the chunk rows themselves."""
+    return Pieces(
+        pieces.tile, rows[pieces.chunk], pieces.offsets, pieces.sizes, pieces.file, pieces.file_offset, pieces.length,
+        pieces.is_contiguous, pieces.tile_offset, pieces.is_packed_in_tile,
+    )  # fmt: skip
+
+
+def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tiles) -> None:
+    """Raise CoverageError unless every tile is covered exactly once."""
+    own = overlapping_pairs(available, available)
+    if len(clash := np.flatnonzero(own.left != own.right)):
+        row = clash[0]
+        tensor = int(available.key[own.left[row]])
+        ndim = int(source.tensors.ndim[tensor])
+        box = Box(tuple(own.offsets[row, :ndim].tolist()), tuple(own.sizes[row, :ndim].tolist()))
+        raise CoverageError(
+            f"{len(clash) // 2:,} pairs of stored boxes overlap, first at {box}: which one is right is not recorded",
+            where=source.tensors.fqns[tensor],
+            hint=f'run "ckpt verify {source.root}" for the full list',
+        )
+    covered = np.zeros(len(tiles), dtype=np.int64)
+    np.add.at(covered, reads.right, reads.volume)
+    if len(short := np.flatnonzero(covered != np.prod(tiles.sizes, axis=1))):
+        tile = int(short[0])
+        tensor = int(tiles.tensor[tile])
+        ndim = int(source.tensors.ndim[tensor])
+        holes = [Box(tuple(tiles.offsets[tile, :ndim].tolist()), tuple(tiles.sizes[tile, :ndim].tolist()))]
+        for row in np.flatnonzero(reads.right == tile):
+            piece = Box(tuple(reads.offsets[row, :ndim].tolist()), tuple(reads.sizes[row, :ndim].tolist()))
+            holes = [rest for hole in holes for rest in difference(hole, piece)]
+        names = {source.tensors.fqns[t] for t in np.unique(tiles.tensor[short]).tolist()}
+        raise CoverageError(
+            f"no stored data for {', '.join(str(h) for h in holes[:3])} ({len(names):,} tensors are incomplete)",
+            where=source.tensors.fqns[tensor],
+            hint=f'run "ckpt verify {source.root}" to see what is missing',
+        )
+
+
+def _check_sub_byte(source: Manifest, tiles: Tiles, reads: Pairs, writes: Pairs) -> None:
+    """Raise Unsupported where a tensor of elements narrower than a byte would be cut."""
+    odd = source.tensors.bits[tiles.tensor] % 8 != 0
+    for pairs in (reads, writes):
+        cut = odd[pairs.right] & (pairs.volume != np.prod(tiles.sizes, axis=1)[pairs.right])
+        if cut.any():
+            tensor = int(tiles.tensor[pairs.right[np.argmax(cut)]])
+            raise Unsupported(
+                f"{source.tensors.dtypes[tensor].name} elements are narrower than a byte, so the tensor cannot be cut",
+                where=source.tensors.fqns[tensor],
+                hint="give it a rule that replicates it",
+            )
+
+
+def _pad(columns: IntArray, width: int, fill: int) -> IntArray:
+    """``columns`` widened behind to ``width``."""
+    have = columns.shape[1]
+    if have == width:
+        return columns
+    if have > width:  # only padding is cut off
+        return columns[:, :width]
+    return np.concatenate([columns, np.full((len(columns), width - have), fill, dtype=np.int64)], axis=1)
