@@ -6,27 +6,7 @@ import numpy as np
 
 from ckpt_tool.manifest.tables import IntArray
 
-__all__ = ["box_groups", "choose_replicas", "split_evenly"]
-
-
-def box_groups(columns: list[IntArray]) -> IntArray:
-    """int64[n]: a group number per row, equal for rows that are equal in all columns; numbered by first appearance."""
-    n = len(columns[0])
-    if not n:
-        return np.zeros(0, dtype=np.int64)
-    order = np.lexsort(columns[::-1])
-    is_new = np.zeros(n, dtype=bool)
-    for column in columns:
-        ordered = column[order]
-        is_new[1:] |= ordered[1:] != ordered[:-1]
-    sorted_group = np.cumsum(is_new)
-    first = np.full(sorted_group[-1] + 1, n, dtype=np.int64)
-    np.minimum.at(first, sorted_group, order)
-    renumber = np.empty(len(first), dtype=np.int64)
-    renumber[np.argsort(first, kind="stable")] = np.arange(len(first))
-    groups = np.empty(n, dtype=np.int64)
-    groups[order] = renumber[sorted_group]
-    return groups
+__all__ = ["choose_replicas", "split_evenly"]
 
 
 def choose_replicas(group: IntArray, rank: IntArray, nbytes: IntArray, world_size: int) -> IntArray:

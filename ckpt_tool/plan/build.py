@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import CoverageError, LayoutError, Unsupported
 from ckpt_tool.geometry.box import Box, difference
+from ckpt_tool.geometry.overlaps import exact_duplicates, overlapping_pairs
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
-from ckpt_tool.plan.assign import box_groups, split_evenly
+from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
-from ckpt_tool.plan.overlap import Boxes, Pairs, is_packed_in, overlapping_pairs
+from ckpt_tool.plan.overlap import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.plan.tiles import cut_tiles
 
 __all__ = ["PlanLimits", "make_plan"]
@@ -50,9 +51,9 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan
     regions, region_of_chunk = _regions(needed, target.chunks)
     tiles, tile_region = _tiles(source, regions, limits)
 
-    reads = overlapping_pairs(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
+    reads = join_boxes(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
     _check_covered(source, available.boxes, reads, tiles)
-    writes = overlapping_pairs(
+    writes = join_boxes(
         Boxes(region_of_chunk, needed.offsets, needed.sizes), Boxes(tile_region, tiles.offsets, tiles.sizes)
     )
     read_pieces = _pieces(
@@ -122,8 +123,7 @@ def _distinct_sources(source: Manifest, wanted: IntArray, width: int) -> _Availa
     rows = np.flatnonzero(is_wanted[source.chunks.tensor])
     offsets, sizes = _pad(source.chunks.offsets[rows], width, 0), _pad(source.chunks.sizes[rows], width, 1)
     key = source.chunks.tensor[rows].astype(np.int64)
-    group = box_groups([key, *offsets.T, *sizes.T])
-    _, first = np.unique(group, return_index=True)
+    first = np.unique(exact_duplicates(offsets, sizes, key))
     return _Available(Boxes(key[first], offsets[first], sizes[first]), rows[first])
 
 
@@ -136,8 +136,8 @@ def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
     """
     live = np.flatnonzero((needed.sizes > 0).all(axis=1))
     key, offsets, sizes = needed.key[live], needed.offsets[live], needed.sizes[live]
-    box = box_groups([key, *offsets.T, *sizes.T])
-    _, first = np.unique(box, return_index=True)
+    box = exact_duplicates(offsets, sizes, key)
+    first = np.unique(box)
     tensors, tensor_of_chunk = np.unique(key, return_inverse=True)
     n = len(tensors)
     low = np.full((n, offsets.shape[1]), np.iinfo(np.int64).max, dtype=np.int64)
@@ -147,9 +147,8 @@ def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
     distinct_volume = np.bincount(
         tensor_of_chunk[first], weights=np.prod(sizes[first], axis=1).astype(np.float64), minlength=n
     )
-    distinct = Boxes(tensor_of_chunk[first], offsets[first], sizes[first])
-    own = overlapping_pairs(distinct, distinct)
-    has_overlap = np.bincount(tensor_of_chunk[first][own.left[own.left != own.right]], minlength=n) > 0
+    clash = overlapping_pairs(offsets[first], sizes[first], tensor_of_chunk[first])
+    has_overlap = np.bincount(tensor_of_chunk[first][clash[:, 0]], minlength=n) > 0
     fills = (distinct_volume == np.prod(high - low, axis=1).astype(np.float64)) & ~has_overlap
 
     # region label per live chunk: the tensor's own region, or the box's
@@ -240,14 +239,12 @@ def _with_rows(pieces: Pieces, rows: IntArray) -> Pieces:
 
 def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tiles) -> None:
     """Raise CoverageError unless every tile is covered exactly once."""
-    own = overlapping_pairs(available, available)
-    if len(clash := np.flatnonzero(own.left != own.right)):
-        row = clash[0]
-        tensor = int(available.key[own.left[row]])
-        ndim = int(source.tensors.ndim[tensor])
-        box = Box(tuple(own.offsets[row, :ndim].tolist()), tuple(own.sizes[row, :ndim].tolist()))
+    clash = overlapping_pairs(available.offsets, available.sizes, available.key, limit=1)
+    if len(clash):
+        tensor = int(available.key[clash[0, 0]])
+        one, other = (_box(available.offsets[row], available.sizes[row], source, tensor) for row in clash[0])
         raise CoverageError(
-            f"{len(clash) // 2:,} pairs of stored boxes overlap, first at {box}: which one is right is not recorded",
+            f"stored boxes {one} and {other} overlap: which of them is right is not recorded",
             where=source.tensors.fqns[tensor],
             hint=f'run "ckpt verify {source.root}" for the full list',
         )
@@ -256,10 +253,9 @@ def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tile
     if len(short := np.flatnonzero(covered != np.prod(tiles.sizes, axis=1))):
         tile = int(short[0])
         tensor = int(tiles.tensor[tile])
-        ndim = int(source.tensors.ndim[tensor])
-        holes = [Box(tuple(tiles.offsets[tile, :ndim].tolist()), tuple(tiles.sizes[tile, :ndim].tolist()))]
+        holes = [_box(tiles.offsets[tile], tiles.sizes[tile], source, tensor)]
         for row in np.flatnonzero(reads.right == tile):
-            piece = Box(tuple(reads.offsets[row, :ndim].tolist()), tuple(reads.sizes[row, :ndim].tolist()))
+            piece = _box(reads.offsets[row], reads.sizes[row], source, tensor)
             holes = [rest for hole in holes for rest in difference(hole, piece)]
         names = {source.tensors.fqns[t] for t in np.unique(tiles.tensor[short]).tolist()}
         raise CoverageError(
@@ -267,6 +263,11 @@ def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tile
             where=source.tensors.fqns[tensor],
             hint=f'run "ckpt verify {source.root}" to see what is missing',
         )
+
+
+def _box(offsets: IntArray, sizes: IntArray, source: Manifest, tensor: int) -> Box:
+    ndim = int(source.tensors.ndim[tensor])
+    return Box(tuple(offsets[:ndim].tolist()), tuple(sizes[:ndim].tolist()))
 
 
 def _check_sub_byte(source: Manifest, tiles: Tiles, reads: Pairs, writes: Pairs) -> None:

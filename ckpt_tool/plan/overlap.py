@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckpt_tool.manifest.tables import IntArray
 
-__all__ = ["Boxes", "Pairs", "is_packed_in", "overlapping_pairs"]
+__all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Pairs:
         return Pairs(self.left[picked], self.right[picked], self.offsets[picked], self.sizes[picked])
 
 
-def overlapping_pairs(left: Boxes, right: Boxes) -> Pairs:
+def join_boxes(left: Boxes, right: Boxes) -> Pairs:
     """All overlaps of ``left`` and ``right``, ordered by right row, then left row. Empty boxes overlap nothing.
 
     Both tables have the same number of (padded) dimensions. A join of non-overlapping boxes with themselves gives each
@@ -67,7 +67,7 @@ def overlapping_pairs(left: Boxes, right: Boxes) -> Pairs:
         none = np.zeros(0, dtype=np.int64)
         return Pairs(none, none, np.zeros((0, width), dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     if width == 0:  # only 0-dim tensors: one imaginary dimension of size 1
-        widened = overlapping_pairs(_widen(left), _widen(right))
+        widened = join_boxes(_widen(left), _widen(right))
         return Pairs(widened.left, widened.right, widened.offsets[:, :0], widened.sizes[:, :0])
     keys, left_key = np.unique(left.key[live_left], return_inverse=True)
     slot = np.minimum(np.searchsorted(keys, right.key[live_right]), len(keys) - 1)

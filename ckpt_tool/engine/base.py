@@ -1,0 +1,54 @@
+"""What it means to run a plan: options that go in, events that come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CastReport", "EngineOptions", "Progress", "RunReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a plan is executed."""
+
+    memory_budget_bytes: int
+    """Upper bound for all buffers together."""
+    n_workers: int
+    """Threads that move bytes."""
+    durable: bool = True
+    """fsync before the target gets its name."""
+    resume: bool = False
+    """Skip the units that the journal of an unfinished run lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Payload bytes written so far."""
+
+    done_nbytes: int
+    total_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CastReport:
+    """What a cast did to the values of one tensor."""
+
+    fqn: str
+    source: str
+    target: str
+    n_changed: int
+    """Elements whose value is not the same after the cast."""
+    max_abs_error: float
+    """Largest difference among finite values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run did; the last event."""
+
+    read_nbytes: int
+    written_nbytes: int
+    """Payload of this run, without what was resumed."""
+    resumed_nbytes: int
+    seconds: float
+    casts: tuple[CastReport, ...]

@@ -1,0 +1,80 @@
+"""A pool of threads that take units of work one by one; what they report comes out of one iterator.
+
+Threads suffice: large reads, writes, copies and checksums all release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from ckpt_tool.engine.journal import UnitRecord
+
+__all__ = ["UnitWorker", "run_units"]
+
+
+class UnitWorker(Protocol):
+    """Executes units, one at a time."""
+
+    def run_unit(self, unit: int, progress: Callable[[int], None]) -> UnitRecord:
+        """Execute one unit; ``progress`` gets the bytes written, as they are."""
+        ...
+
+
+def run_units(
+    units: Sequence[int], make_worker: Callable[[], UnitWorker], *, n_workers: int
+) -> Iterator[int | UnitRecord]:
+    """Bytes written, as they are, and the record of each finished unit.
+
+    With one worker the units run in order, in the caller's thread. With more, the first error stops all of them and is
+    raised here after the last has ended its unit.
+    """
+    n_workers = min(n_workers, len(units))
+    if n_workers <= 1:
+        yield from _run_in_order(units, make_worker())
+        return
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for unit in units:
+        todo.put(unit)
+    events: queue.SimpleQueue[int | UnitRecord | BaseException | None] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            worker = make_worker()
+            while not stop.is_set():
+                events.put(worker.run_unit(todo.get_nowait(), events.put))
+        except queue.Empty:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            events.put(error)
+        finally:
+            events.put(None)
+
+    threads = [threading.Thread(target=work, name=f"ckpt-worker-{i}", daemon=True) for i in range(n_workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        n_running = n_workers
+        while n_running:
+            event = events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                n_running -= 1
+            else:
+                yield event
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _run_in_order(units: Sequence[int], worker: UnitWorker) -> Iterator[int | UnitRecord]:
+    for unit in units:
+        written: list[int] = []
+        record = worker.run_unit(unit, written.append)
+        yield from written
+        yield record

@@ -1,0 +1,128 @@
+"""Runs a plan on this machine: a few threads take units of tiles, a journal remembers what is done, a commit ends it.
+
+The state of a run: planned -> files created -> units moved (each: moved, flushed, journaled) -> headers written ->
+commit file written -> named. A run killed in any state leaves nothing that reads as a checkpoint, and goes on from the
+last journaled unit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.checksum import crc32_combine
+from ckpt_tool.engine.base import CastReport, EngineOptions, Progress, RunReport
+from ckpt_tool.engine.journal import Journal, UnitRecord
+from ckpt_tool.engine.pool import run_units
+from ckpt_tool.engine.sinks import OrderedSink, RandomSink
+from ckpt_tool.engine.worker import Worker
+from ckpt_tool.errors import StorageError
+from ckpt_tool.formats.base import LayOut, Segment
+from ckpt_tool.plan.model import Plan
+from ckpt_tool.sizes import format_bytes
+from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.target import Target
+
+__all__ = ["run_plan"]
+
+_JOURNAL_BYTES = 1 << 30
+"""Payload between two flushes to storage: at most this much is moved again after a crash."""
+
+
+def run_plan(
+    plan: Plan, layout: LayOut, store: Store, target: Target, options: EngineOptions
+) -> Iterator[Progress | RunReport]:
+    """Execute ``plan`` and commit the target; yields progress, then one report.
+
+    Raises:
+        StorageError: no space, or the storage failed; the unfinished target stays and can be resumed.
+    """
+    started = time.perf_counter()
+    _check_space(plan, target, is_resume=options.resume)
+    files = layout.manifest.files
+    for entry in files:
+        target.create(entry.path, entry.nbytes)
+    journal = Journal(target.journal_path, plan.fingerprint) if target.journal_path is not None else None
+    done = dict(journal.load()) if journal is not None and options.resume else {}
+    sink = RandomSink(target) if target.is_random_access else OrderedSink(target, _early(layout))
+    total = plan.stats.written_nbytes
+    unit_nbytes = _unit_nbytes(plan)
+    resumed = int(sum(unit_nbytes[unit] for unit in done))
+    todo = [unit for unit in range(plan.tiles.n_units) if unit not in done]
+    moved = 0
+    unflushed: list[UnitRecord] = []
+    unflushed_nbytes = 0
+    n_workers = options.n_workers if target.is_random_access else 1
+    for event in run_units(todo, lambda: Worker(plan, store, sink, with_crc32=layout.needs_crc32), n_workers=n_workers):
+        if isinstance(event, int):
+            moved += event
+            yield Progress(resumed + moved, total)
+            continue
+        done[event.unit] = event
+        unflushed.append(event)
+        unflushed_nbytes += int(unit_nbytes[event.unit])
+        if journal is not None and options.durable and unflushed_nbytes >= _JOURNAL_BYTES:
+            target.flush()
+            journal.append(unflushed)
+            unflushed, unflushed_nbytes = [], 0
+    late = list(layout.seal(_chunk_crc32s(plan, done))) if layout.seal is not None else []
+    sink.finish(_in_commit_order([*layout.segments, *late], layout.commit_path))
+    target.commit(layout.commit_path)
+    casts = _cast_reports(plan, done)
+    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts)
+
+
+def _check_space(plan: Plan, target: Target, *, is_resume: bool) -> None:
+    free = target.free_bytes()
+    if free is not None and not is_resume and plan.stats.target_nbytes > free:
+        raise StorageError(
+            f"needs {format_bytes(plan.stats.target_nbytes)}, {format_bytes(free)} are free "
+            f"({plan.stats.target_nbytes:,} and {free:,} bytes)",
+            where=target.url,
+        )
+
+
+def _early(layout: LayOut) -> list[Segment]:
+    return [s for s in layout.segments if s.path != layout.commit_path]
+
+
+def _in_commit_order(segments: list[Segment], commit_path: str | None) -> list[Segment]:
+    """All segments by file and offset, those of the file that makes it a checkpoint last."""
+    return sorted(segments, key=lambda s: (s.path == commit_path, s.path, s.offset))
+
+
+def _unit_nbytes(plan: Plan) -> npt.NDArray[np.int64]:
+    """int64[n_units]: bytes that each unit writes."""
+    tile_nbytes = np.bincount(plan.writes.tile, weights=plan.writes.length, minlength=len(plan.tiles))
+    total = np.concatenate([[0], np.cumsum(tile_nbytes)])[plan.tiles.unit_bounds]
+    return np.diff(total).astype(np.int64)
+
+
+def _chunk_crc32s(plan: Plan, done: dict[int, UnitRecord]) -> npt.NDArray[np.uint32]:
+    """uint32[n_chunks]: CRC-32 of each target chunk, joined from its pieces in file order; zeros where none were taken."""
+    crc32s = np.zeros(len(plan.target.chunks), dtype=np.uint32)
+    by_piece = np.zeros(len(plan.writes), dtype=np.int64)
+    for record in done.values():
+        for row, crc in record.crc32:
+            by_piece[row] = crc
+    order = np.lexsort((plan.writes.file_offset, plan.writes.chunk))
+    joined: dict[int, int] = {}
+    for chunk, crc, length in zip(
+        plan.writes.chunk[order].tolist(), by_piece[order].tolist(), plan.writes.length[order].tolist(), strict=True
+    ):
+        joined[chunk] = crc32_combine(joined[chunk], crc, length) if chunk in joined else crc
+    if joined:
+        crc32s[np.fromiter(joined, dtype=np.int64)] = np.fromiter(joined.values(), dtype=np.uint32)
+    return crc32s
+
+
+def _cast_reports(plan: Plan, done: dict[int, UnitRecord]) -> tuple[CastReport, ...]:
+    merged: dict[str, tuple[int, float]] = {}
+    for record in done.values():
+        for fqn, n_changed, error in record.casts:
+            total, worst = merged.get(fqn, (0, 0.0))
+            merged[fqn] = (total + n_changed, max(worst, error))
+    return tuple(CastReport(c.fqn, c.source.name, c.target.name, *merged.get(c.fqn, (0, 0.0))) for c in plan.casts)

@@ -1,0 +1,84 @@
+"""Sinks put the engine's pieces and the writer's segments into a target, in the order that the target can take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+from ckpt_tool.formats.base import Segment
+from ckpt_tool.storage.target import Target
+
+__all__ = ["OrderedSink", "RandomSink", "Sink"]
+
+
+class Sink(Protocol):
+    """Where payload and segments of one run go."""
+
+    def write(self, path: str, offset: int, data: memoryview) -> None:
+        """Put payload at byte ``offset`` of ``path``; the buffer is reused after the call."""
+        ...
+
+    def finish(self, segments: Iterable[Segment]) -> None:
+        """Put everything that is not payload, after the last ``write``."""
+        ...
+
+
+class RandomSink:
+    """For targets that take bytes at any offset: headers go last, so that an unfinished file never reads as whole."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def write(self, path: str, offset: int, data: memoryview) -> None:
+        """Put payload at its place at once."""
+        self._target.write(path, offset, data)
+
+    def finish(self, segments: Iterable[Segment]) -> None:
+        """Put the segments in the given order."""
+        for segment in segments:
+            self._target.write(segment.path, segment.offset, segment.data)
+
+
+class OrderedSink:
+    """For targets without seek: each file is written from its first byte to its last.
+
+    Payload must come in ascending order per file, as the tiles of a plan do; the segments known beforehand are put in
+    between, and gaps (alignment) are filled with zeros.
+    """
+
+    def __init__(self, target: Target, segments: Iterable[Segment]) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._position: dict[str, int] = {}
+        self._pending: dict[str, list[Segment]] = {}
+        for segment in sorted(segments, key=lambda s: (s.path, -s.offset)):
+            self._pending.setdefault(segment.path, []).append(segment)
+
+    def write(self, path: str, offset: int, data: memoryview) -> None:
+        """Put payload after the segments that lie before it."""
+        with self._lock:
+            self._put_segments(path, before=offset)
+            self._put(path, offset, data)
+
+    def finish(self, segments: Iterable[Segment]) -> None:
+        """Put what is left; ``segments`` repeats those given before and adds none that lie before payload."""
+        with self._lock:
+            for path in list(self._pending):
+                self._put_segments(path, before=None)
+            for segment in segments:
+                if segment.offset >= self._position.get(segment.path, 0):
+                    self._put(segment.path, segment.offset, segment.data)
+
+    def _put_segments(self, path: str, before: int | None) -> None:
+        pending = self._pending.get(path, [])
+        while pending and (before is None or pending[-1].offset < before):
+            segment = pending.pop()
+            self._put(path, segment.offset, segment.data)
+
+    def _put(self, path: str, offset: int, data: bytes | memoryview) -> None:
+        position = self._position.get(path, 0)
+        if offset > position:
+            self._target.write(path, position, bytes(offset - position))
+        self._target.write(path, offset, data)
+        self._position[path] = offset + len(data)
