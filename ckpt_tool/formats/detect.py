@@ -1,0 +1,107 @@
+"""Finds out what a source is: asks every reader, and where none knows it, says what is there and what to type."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._content import what_is
+from ckpt_tool.formats.base import Probe, Reader, Source
+from ckpt_tool.formats.registry import readers
+from ckpt_tool.storage.subfolder import Subfolder, sublisting
+
+__all__ = ["detect"]
+
+_TAKEN_ABOVE = 0.5
+_MAX_FOLDERS_TRIED = 64
+_UNFINISHED = "CKPT_UNFINISHED"
+
+
+def detect(source: Source) -> Reader:
+    """The reader whose probe is surest; on a tie the more specific one.
+
+    Raises:
+        NotFound: the source holds no checkpoint; the message says what it is, the hint where one lies.
+    """
+    url = source.listing.url.rstrip("/")
+    if _UNFINISHED in source.listing and source.listing.entry is None:
+        raise NotFound(
+            "an unfinished target of this tool, not a checkpoint",
+            where=url,
+            hint="repeat the command that began it with --resume, or with --overwrite to start again",
+        )
+    probes = [(reader.probe(source), reader) for reader in readers()]
+    best, found = max(probes, key=lambda pair: pair[0].confidence)
+    if best.confidence > _TAKEN_ABOVE:
+        return found
+    if source.listing.entry is not None:
+        raise _about_file(source, probes)
+    raise _about_folder(source, probes)
+
+
+def _reasons(probes: list[tuple[Probe, Reader]]) -> str:
+    return "; ".join(f"{reader.name}: {probe.why}" for probe, reader in probes)
+
+
+def _about_file(source: Source, probes: list[tuple[Probe, Reader]]) -> FormatError | NotFound:
+    """The error for one file that is no checkpoint by itself: part of one, or something else altogether."""
+    entry = source.listing.entry or ""
+    url = source.listing.url.rstrip("/")
+    whole = Source(source.store, replace(source.listing, entry=None))
+    in_folder = [(reader.probe(whole), reader) for reader in readers()]
+    best, reader = max(in_folder, key=lambda pair: pair[0].confidence)
+    if best.confidence > _TAKEN_ABOVE:
+        return NotFound(
+            f"one file of a {reader.name} checkpoint, not the whole ({best.why})",
+            where=f"{url}/{entry}",
+            hint=f'give the folder: "{url}"',
+        )
+    kind = what_is(source.head(entry, 512))
+    if kind is not None:
+        return FormatError(f"is {kind}, which is no checkpoint", where=f"{url}/{entry}")
+    return FormatError(f"no known checkpoint format ({_reasons(probes)})", where=f"{url}/{entry}")
+
+
+def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFound:
+    """The error for a folder that is no checkpoint: empty, the wrong level, or unknown."""
+    url = source.listing.url.rstrip("/")
+    if not source.listing.sizes:
+        return NotFound("an empty folder, no checkpoint", where=url)
+    inside = _checkpoints_below(source)
+    if inside:
+        listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
+        more = f" and {len(inside) - 8:,} more" if len(inside) > 8 else ""  # noqa: PLR2004 - as many as fit a line
+        return NotFound(
+            f"holds checkpoints in its folders, but is none itself: {listed}{more}",
+            where=url,
+            hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
+        )
+    return NotFound(f"no known checkpoint format ({_reasons(probes)})", where=url)
+
+
+def _checkpoints_below(source: Source) -> list[tuple[str, str]]:
+    """(folder, format) of folders that a reader knows, outermost only, in natural order of their names."""
+    folders = sorted({path.rsplit("/", 1)[0] for path in source.listing.sizes if "/" in path}, key=_natural)
+    tried: list[str] = []
+    for folder in folders:
+        parts = folder.split("/")
+        tried += [prefix for i in range(1, len(parts) + 1) if (prefix := "/".join(parts[:i])) not in tried]
+    found: list[tuple[str, str]] = []
+    for folder in tried[:_MAX_FOLDERS_TRIED]:
+        if any(folder.startswith(outer + "/") for outer, _ in found):
+            continue
+        inner = Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
+        best, reader = max(((r.probe(inner), r) for r in readers()), key=lambda pair: pair[0].confidence)
+        if best.confidence > _TAKEN_ABOVE:
+            found.append((folder, reader.name))
+    return found
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Sort key with numbers by value.
+
+    >>> sorted(["step-10", "step-9"], key=_natural)
+    ['step-9', 'step-10']
+    """
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]

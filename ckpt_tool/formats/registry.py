@@ -1,0 +1,60 @@
+"""Which formats there are, read and written; modules are imported on first use.
+
+Readers stand in order of specificity: on equal confidence the earlier one is taken. Packages outside this one add
+readers through the entry-point group ``ckpt_tool.readers`` (an object with the ``Reader`` methods).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module, metadata
+from typing import Any
+
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Reader, Writer
+
+__all__ = ["readers", "writer", "writer_names"]
+
+_READERS = (
+    ("ckpt_tool.formats.dcp.reader", "READER"),
+    ("ckpt_tool.formats.safetensors.rank_files", "READER"),
+    ("ckpt_tool.formats.safetensors.dcp_hf", "READER"),
+    ("ckpt_tool.formats.safetensors.index_file", "READER"),
+    ("ckpt_tool.formats.safetensors.single", "READER"),
+    ("ckpt_tool.formats.torch_save.hf_bin", "READER"),
+    ("ckpt_tool.formats.rank_pt.reader", "READER"),
+    ("ckpt_tool.formats.torch_save.reader", "READER"),
+)
+_WRITERS = {
+    "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
+    "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
+    "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
+    "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
+    "torch-ranks": ("ckpt_tool.formats.torch_save.rank_writer", "WRITER"),
+}
+
+
+@lru_cache(maxsize=1)
+def readers() -> tuple[Reader, ...]:
+    """All readers, most specific first."""
+    found: list[Any] = [getattr(import_module(module), name) for module, name in _READERS]
+    found += [entry.load() for entry in metadata.entry_points(group="ckpt_tool.readers")]
+    return tuple(found)
+
+
+def writer_names() -> tuple[str, ...]:
+    """Names that ``writer`` takes."""
+    return tuple(_WRITERS)
+
+
+def writer(name: str) -> Writer:
+    """The writer called ``name``.
+
+    Raises:
+        UsageError: no such writer; the message lists them.
+    """
+    place = _WRITERS.get(name)
+    if place is None:
+        raise UsageError(f"{name!r} is no format that can be written", hint="one of: " + " ".join(_WRITERS))
+    found: Writer = getattr(import_module(place[0]), place[1])
+    return found

@@ -1,0 +1,59 @@
+"""A folder of a store as a store of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.store import Listing, ReadCost, Store
+
+__all__ = ["Subfolder", "sublisting"]
+
+
+def sublisting(listing: Listing, folder: str) -> Listing:
+    """The files below ``folder``, relative to it.
+
+    >>> sublisting(Listing("u", {"a/b": 1, "c": 2}), "a").sizes
+    {'b': 1}
+    """
+    prefix = folder.rstrip("/") + "/"
+    sizes = {path[len(prefix) :]: size for path, size in listing.sizes.items() if path.startswith(prefix)}
+    return Listing(f"{listing.url.rstrip('/')}/{folder}", sizes)
+
+
+@dataclass(frozen=True)
+class Subfolder:
+    """Reads below ``folder`` of ``inner``; closing it leaves ``inner`` open."""
+
+    inner: Store
+    folder: str
+
+    @property
+    def url(self) -> str:
+        """URL of the folder."""
+        return f"{self.inner.url.rstrip('/')}/{self.folder}"
+
+    @property
+    def cost(self) -> ReadCost:
+        """As the store around it."""
+        return self.inner.cost
+
+    def listing(self) -> Listing:
+        """Files below the folder; no request beyond those of the store around it."""
+        return sublisting(self.inner.listing(), self.folder)
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """See ``Store.read``."""
+        return self.inner.read(f"{self.folder}/{path}", offset, length)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """See ``Store.read_into``."""
+        self.inner.read_into(f"{self.folder}/{path}", offset, buffer)
+
+    def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
+        """See ``Store.fetch``."""
+        return self.inner.fetch([FileRange(f"{self.folder}/{r.path}", r.offset, r.length) for r in ranges])
+
+    def close(self) -> None:
+        """Nothing: the store around it stays open."""
