@@ -28,8 +28,8 @@ from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable
-from ckpt_tool.storage.memory import MemoryStore, RecordingStore
 from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.storage.store import Store
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -211,7 +211,7 @@ class ReaderTests:
     @pytest.fixture
     def store(self, case: Case) -> RecordingStore:
         """The case's files, recording every request."""
-        return RecordingStore(open_store(str(case.location)))
+        return RecordingStore(open_store(case.location)[0])
 
     def test_probe_takes_its_own(self, case: Case, store: RecordingStore) -> None:
         """A checkpoint of this format is recognised, and the probe says by what."""
@@ -298,11 +298,11 @@ class ReaderTests:
         source = source_of(store)
         store.clear()
         manifest = self.reader.read(source)
-        assert len(store.requests) <= case.max_read_requests
+        assert len(store.calls) <= case.max_read_requests
         store.clear()
         self.reader.resolve(source, manifest, all_rows(manifest))
         limit = case.max_resolve_requests
-        assert len(store.requests) <= (2 * len(manifest.chunks) if limit is None else limit)
+        assert len(store.calls) <= (2 * len(manifest.chunks) if limit is None else limit)
 
     def test_manifest_is_stable(self, case: Case, store: RecordingStore) -> None:
         """Two readings say the same, and what they say beyond the tables can be written as JSON."""
@@ -320,8 +320,7 @@ import numpy as np
 from {module} import {attribute} as reader
 from ckpt_tool.formats.base import Source
 from ckpt_tool.storage.open import open_store
-store = open_store({str(case.location)!r})
-source = Source(store, store.listing())
+source = Source(*open_store({str(case.location)!r}))
 manifest = reader.read(source)
 reader.resolve(source, manifest, np.arange(len(manifest.chunks)))
 reader.load_blobs(source, manifest, range(len(manifest.blobs)))
