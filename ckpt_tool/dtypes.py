@@ -57,9 +57,18 @@ class DType:
         """Bytes of ``numel`` packed elements, rounded up to a whole byte."""
         return (numel * self.bits + 7) // 8
 
+    def __reduce__(self) -> tuple[type[DType], tuple[str | int | None, ...]]:
+        return DType, (self.name, self.bits, self.kind, self.safetensors, self.storage, self.numpy)
+
     def as_numpy(self) -> np.dtype[Any]:
         """The numpy dtype; raw bytes (``V`` of the item size) where numpy and ml_dtypes have no such type."""
         return _numpy_dtype(self)
+
+
+# The rows below are shared, and a pickle that names torch.float32 holds one: its BUILD opcode must find no __setstate__,
+# which a frozen dataclass with slots gets by itself. Copies are made by __reduce__ instead.
+for _method in ("__getstate__", "__setstate__"):
+    delattr(DType, _method)
 
 
 def _row(

@@ -1,0 +1,199 @@
+"""Pickles read into plain data and inert records. Nothing that a pickle names is imported or called.
+
+CPython's C unpickler does the work; its ``find_class`` answers every name with a record (``nodes``), a builder of
+records (``constructors``), or a refusal (``policy``). Does not know where the bytes come from.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import pickletools
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from ckpt_tool.dtypes import DTYPES
+from ckpt_tool.errors import CkptError, FormatError, UnsafePickle
+from ckpt_tool.formats._pickle.constructors import constructor
+from ckpt_tool.formats._pickle.nodes import DefaultMap, Global, OrderedMap, Size
+from ckpt_tool.formats._pickle.policy import canonical_module, refusal
+from ckpt_tool.formats._pickle.rebuild import storage_from_id
+from ckpt_tool.formats._pickle.scan import pickle_end
+
+__all__ = ["load_pickle", "load_prefix"]
+
+_MAX_GLOBALS = 20_000  # distinct names; real checkpoints have fewer than a hundred
+_CONTAINERS: Mapping[tuple[str, str], type] = {
+    ("collections", "OrderedDict"): OrderedMap,
+    ("collections", "defaultdict"): DefaultMap,
+    ("torch", "Size"): Size,
+}
+# What the C unpickler and our own records raise on a pickle that makes no sense.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+# Hashing a tuple recurses in C without a check, some 70 bytes of stack a level; each level costs the pickle a byte.
+_STACK_BYTES_PER_LEVEL = 128
+_MAX_INLINE_TUPLES = 20_000
+_MAX_STACK_BYTES = 4 << 30
+_stack_size_lock = threading.Lock()
+
+
+def load_pickle(
+    data: bytes,
+    *,
+    where: str,
+    persistent: Callable[[Any], Any] | None = None,
+    tensors: bool = True,
+    classes: Mapping[str, type] | None = None,
+) -> Any:
+    """The object that ``data``, exactly one pickle, describes.
+
+    Args:
+        data: The pickle; only read.
+        where: The file (and member) for messages.
+        persistent: What stands for a persistent id; by default torch's storages become ``StorageRef``.
+        tensors: False leaves tensors as stubs of torch's rebuild functions.
+        classes: Classes that stand for torch's own, by last name: for a name whose module begins with ``torch`` the
+            class is made with ``cls.__new__(cls, *args)`` (or called) and given its state by ``__setstate__``.
+
+    Raises:
+        UnsafePickle: it asks for something that can run code; ``where`` ends in the byte that asks.
+        FormatError: not one whole pickle, or one that contradicts itself.
+        Unsupported: it holds numpy values of a type that numpy does not know.
+    """
+    value, used = load_prefix(data, where=where, persistent=persistent, tensors=tensors, classes=classes)
+    if used != len(data):
+        raise FormatError(f"{len(data) - used:,} bytes follow the pickle, expected none", where=f"{where}:{used}")
+    return value
+
+
+def load_prefix(
+    data: bytes,
+    *,
+    where: str,
+    start: int = 0,
+    persistent: Callable[[Any], Any] | None = None,
+    tensors: bool = True,
+    classes: Mapping[str, type] | None = None,
+) -> tuple[Any, int]:
+    """The object that the pickle at byte ``start`` of ``data`` describes, and the number of bytes that it takes.
+
+    Arguments and errors are those of ``load_pickle``.
+    """
+    end = pickle_end(data, where=where, start=start)
+    stream = data if start == 0 and end == len(data) else data[start:end]
+    unpickler = _Unpickler(stream, persistent or storage_from_id, classes or {}, tensors=tensors)
+    was_enabled = gc.isenabled()
+    gc.disable()  # a collection in between walks all that was made so far, again and again
+    try:
+        value = _on_deep_stack(unpickler.load, stream)
+    except CkptError as error:
+        if error.where is None:
+            error.where = f"{where}:{start + unpickler.asking_offset()}" if isinstance(error, UnsafePickle) else where
+        raise
+    except _DAMAGE as error:
+        text = str(error) or type(error).__name__
+        raise FormatError(f"the pickle contradicts itself: {text[:200]}", where=where) from error
+    finally:
+        if was_enabled:
+            gc.enable()
+    return value, end - start
+
+
+class _Unpickler(pickle.Unpickler):
+    """A C unpickler that imports nothing."""
+
+    def __init__(
+        self, data: bytes, persistent: Callable[[Any], Any], classes: Mapping[str, type], *, tensors: bool
+    ) -> None:
+        # A buffered reader can be peeked into: without that, C reads opcode by opcode.
+        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 17), encoding="latin-1")
+        self._data = data
+        self._persistent = persistent
+        self._classes = classes
+        self._tensors = tensors
+        self._known: dict[tuple[str, str], Any] = {}
+        self._n_asked = 0
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """What stands for a name: a record, never the thing itself."""
+        self._n_asked += 1
+        key = (module, name)
+        if key in self._known:
+            return self._known[key]
+        if len(self._known) >= _MAX_GLOBALS:
+            raise FormatError(f"the pickle names more than {_MAX_GLOBALS:,} classes and functions")
+        found = self._known[key] = self._stand_in(canonical_module(module), name)
+        return found
+
+    def _stand_in(self, module: str, name: str) -> Any:
+        why = refusal(module, name)
+        if why is not None:
+            raise UnsafePickle(
+                f"the pickle asks for {module}.{name}, which {why}; it was neither imported nor called",
+                hint="do not open this file with pickle or torch.load(weights_only=False); get it from where you trust",
+            )
+        if module.partition(".")[0] == "torch":
+            last = name.rpartition(".")[2]
+            if last in self._classes:
+                return self._classes[last]
+            if module == "torch" and name in DTYPES:
+                return DTYPES[name]
+        container = _CONTAINERS.get((module, name))
+        if container is not None:
+            return container
+        return constructor(module, name, tensors=self._tensors) or Global(module, name)
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        """What stands for an object outside of the pickle."""
+        return self._persistent(pid)
+
+    def asking_offset(self) -> int:
+        """The offset of the opcode that asked for the latest name: pickles have no jumps, so it is the n-th such."""
+        asking = (
+            offset
+            for opcode, _, offset in pickletools.genops(self._data)
+            if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and offset is not None
+        )
+        return next(islice(asking, self._n_asked - 1, None), 0)
+
+
+def _on_deep_stack(load: Callable[[], Any], data: bytes) -> Any:
+    """The result of ``load``, run where tuples nested as deep as ``data`` allows can be hashed."""
+    n_tuples = sum(data.count(opcode) for opcode in (b"\x85", b"\x86", b"\x87", b"t"))
+    if n_tuples <= _MAX_INLINE_TUPLES:
+        return load()
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(load())
+        except BaseException as error:  # noqa: BLE001 raised again by the caller's thread
+            failure.append(error)
+
+    with _stack_size_lock:
+        before = threading.stack_size(min(_STACK_BYTES_PER_LEVEL * n_tuples + (16 << 20), _MAX_STACK_BYTES))
+        try:
+            worker = threading.Thread(target=run, name="unpickle")
+            worker.start()
+        finally:
+            threading.stack_size(before)
+    worker.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]
