@@ -102,7 +102,7 @@ def _unit_nbytes(plan: Plan) -> npt.NDArray[np.int64]:
 
 
 def _chunk_crc32s(plan: Plan, done: dict[int, UnitRecord]) -> npt.NDArray[np.uint32]:
-    """uint32[n_chunks]: CRC-32 of each target chunk, joined from its pieces in file order; zeros where none were taken."""
+    """uint32[n_chunks]: CRC-32 of each target chunk, joined from its pieces; zeros where none were taken."""
     crc32s = np.zeros(len(plan.target.chunks), dtype=np.uint32)
     by_piece = np.zeros(len(plan.writes), dtype=np.int64)
     for record in done.values():

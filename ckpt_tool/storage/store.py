@@ -74,8 +74,15 @@ class Store(Protocol):
     the root are a ``FormatError``.
     """
 
-    url: str
-    cost: ReadCost
+    @property
+    def url(self) -> str:
+        """The root, as the user wrote it."""
+        ...
+
+    @property
+    def cost(self) -> ReadCost:
+        """What requests cost here."""
+        ...
 
     def listing(self) -> Listing:
         """All files below the root; one listing call per folder or page, cached."""

@@ -1,0 +1,1 @@
+"""All that a command or a user calls: open, inspect, plan, reshard, export, verify."""

@@ -1,0 +1,190 @@
+"""An open checkpoint is a lazy mapping from names to tensors: nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.dtypes import DType
+from ckpt_tool.engine.memory import read_boxes
+from ckpt_tool.formats.base import Reader, Source
+from ckpt_tool.formats.detect import detect
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.select import slice_box
+from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.plan.build import PlanLimits
+from ckpt_tool.storage.decode import open_files
+from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DEFAULT_MEMORY_BYTES", "Checkpoint", "TensorView", "open_checkpoint", "plan_limits"]
+
+DEFAULT_MEMORY_BYTES = 1 << 30
+_TILE_BYTES = 4 << 20  # fits the second-level caches; larger buffers are slower
+_UNIT_BYTES = 64 << 20
+
+
+def plan_limits(memory_budget_bytes: int, n_workers: int) -> PlanLimits:
+    """Buffer sizes that keep ``n_workers`` workers within the budget.
+
+    A worker holds a tile, a packed copy of it and a cast of it; a strided span besides when a tensor is stored oddly.
+    """
+    per_worker = memory_budget_bytes // max(n_workers, 1)
+    return PlanLimits(
+        max_tile_bytes=max(min(_TILE_BYTES, per_worker // 8), 4096),
+        max_odd_tile_bytes=max(per_worker // 6, 4096),
+        unit_bytes=_UNIT_BYTES,
+    )
+
+
+class TensorView:
+    """One tensor of a checkpoint; indexing it with numpy slices reads just those bytes."""
+
+    def __init__(self, checkpoint: Checkpoint, fqn: str) -> None:
+        self._checkpoint = checkpoint
+        meta = checkpoint.manifest.tensor(fqn)
+        self.fqn: str = fqn
+        self.dtype: DType = meta.dtype
+        self.shape: tuple[int, ...] = meta.shape
+        self.nbytes: int = meta.nbytes
+
+    def __repr__(self) -> str:
+        """Name, type and shape."""
+        return f"<TensorView {self.fqn} {self.dtype.name} {list(self.shape)}>"
+
+    def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+        """The elements at a basic index (ints, slices of step 1, ``...``), as numpy would give them.
+
+        bfloat16 and float8 come as ml_dtypes types, packed and opaque types as raw bytes (``V``).
+        """
+        keys = index if isinstance(index, tuple) else (index,)
+        box, squeezed = slice_box(keys, self.shape)
+        array = self._checkpoint.read([(self.fqn, box)])[0]
+        return array.reshape([size for dim, size in enumerate(box.sizes) if dim not in squeezed])
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """All elements."""
+        return self[...]
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:  # noqa: FBT001 - numpy's protocol
+        """All elements, for ``np.asarray``; always a new array."""
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def torch(self) -> torch.Tensor:
+        """All elements as a torch tensor (needs torch)."""
+        from ckpt_tool.frameworks.tensors import torch_tensor
+
+        return torch_tensor(self.numpy(), self.dtype, self.shape)
+
+
+class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"]):
+    """A checkpoint of any readable format."""
+
+    def __init__(self, url: str, source: Source, reader: Reader, manifest: Manifest, memory_budget_bytes: int) -> None:
+        self.url = url
+        self.source = source
+        self.reader = reader
+        self._manifest = manifest
+        self._memory_budget_bytes = memory_budget_bytes
+        self._store: Store | None = None
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        return self._manifest.format
+
+    @property
+    def manifest(self) -> Manifest:
+        """Columns of everything known so far; chunks not asked for yet may be unresolved."""
+        return self._manifest
+
+    @property
+    def store(self) -> Store:
+        """Reads the manifest's files, those inside compressed containers included."""
+        if self._store is None:
+            self._store = open_files(self.source.store, self._manifest.files, self._memory_budget_bytes // 4)
+        return self._store
+
+    def resolve(self, fqns: Sequence[str] | None = None) -> Manifest:
+        """The manifest with exact payload positions of the named tensors (all by default)."""
+        chunks = self._manifest.chunks
+        unresolved = (chunks.flags & ChunkFlag.UNRESOLVED) != 0
+        if fqns is not None:
+            wanted = np.zeros(len(self._manifest.tensors), dtype=bool)
+            wanted[[self._manifest.tensor_id(fqn) for fqn in fqns]] = True
+            unresolved &= wanted[chunks.tensor]
+        rows = np.flatnonzero(unresolved)
+        if len(rows):
+            self._manifest = self._manifest.replace(chunks=self.reader.resolve(self.source, self._manifest, rows))
+        return self._manifest
+
+    def read(self, boxes: Sequence[tuple[str, Box]]) -> list[npt.NDArray[Any]]:
+        """One array per (fqn, box in global coordinates), read together."""
+        manifest = self.resolve(sorted({fqn for fqn, _ in boxes}))
+        return read_boxes(manifest, self.store, boxes, limits=plan_limits(self._memory_budget_bytes, 1))
+
+    def load_blobs(self, rows: Sequence[int] | None = None) -> tuple[Blob, ...]:
+        """All objects that are not tensors, those at ``rows`` (all by default) with their inert values."""
+        blobs = self._manifest.blobs
+        wanted = [row for row in (range(len(blobs)) if rows is None else rows) if not blobs[row].is_loaded]
+        if wanted:
+            self._manifest = self._manifest.replace(blobs=self.reader.load_blobs(self.source, self._manifest, wanted))
+        return self._manifest.blobs
+
+    def objects(self) -> dict[str, Any]:
+        """Inert values of everything that is not a tensor, by name."""
+        return {blob.fqn: blob.value for blob in self.load_blobs()}
+
+    def __getitem__(self, fqn: str) -> TensorView:
+        """The tensor called ``fqn``; no request."""
+        if fqn not in self._manifest.tensors.index:
+            raise KeyError(fqn)
+        return TensorView(self, fqn)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, in the checkpoint's order."""
+        return iter(self._manifest.tensors.fqns)
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._manifest.tensors)
+
+    def __repr__(self) -> str:
+        """URL, format and number of tensors."""
+        return f"<Checkpoint {self.url} {self.format}, {len(self):,} tensors>"
+
+    def close(self) -> None:
+        """Release file handles; the manifest stays usable."""
+        if self._store is not None:
+            self._store.close()
+        self.source.store.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def open_checkpoint(url: str | os.PathLike[str], *, memory_budget_bytes: int = DEFAULT_MEMORY_BYTES) -> Checkpoint:
+    """Open a checkpoint at a path or URL: its metadata is read, no tensor payload.
+
+    Raises:
+        NotFound: nothing there, or nothing that reads as a checkpoint; the hint says what to type instead.
+        FormatError: a file contradicts its format.
+    """
+    store, listing = open_store(url)
+    source = Source(store, listing)
+    reader = detect(source)
+    return Checkpoint(os.fspath(url), source, reader, reader.read(source), memory_budget_bytes)

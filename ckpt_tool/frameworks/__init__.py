@@ -1,0 +1,1 @@
+"""Live tensors of the training frameworks, and the boxes of global tensors that they hold. Imports torch."""
