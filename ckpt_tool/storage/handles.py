@@ -1,0 +1,170 @@
+"""A handle is an open file that is read and written at explicit offsets; a bounded number of them stays open.
+
+Knows no root, no listing and no format. Where the system has no positional calls (Windows), a lock for each handle
+makes seek and transfer one step.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckpt_tool.errors import StorageError
+
+__all__ = ["Handle", "Handles"]
+
+IOV_MAX = 1024
+"""Buffers that one pwritev takes (Linux ``UIO_MAXIOV``; POSIX promises 16, all current systems give 1,024)."""
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One open file."""
+
+    file: io.FileIO
+    users: int = 1
+    seek_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """At most ``length`` bytes from ``offset``; fewer only at the end of the file."""
+        if not hasattr(os, "pread"):
+            buffer = bytearray(length)
+            return bytes(buffer[: self.read_into_at(offset, memoryview(buffer))])
+        pieces: list[bytes] = []
+        done = 0
+        while done < length:
+            piece = os.pread(self.file.fileno(), length - done, offset + done)
+            if not piece:
+                break
+            pieces.append(piece)
+            done += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_into_at(self, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset``; returns the bytes read, fewer than asked for only at the end of the file."""
+        done = 0
+        while done < len(buffer):
+            if hasattr(os, "preadv"):
+                n = os.preadv(self.file.fileno(), [buffer[done:]], offset + done)
+            else:
+                with self.seek_lock:
+                    self.file.seek(offset + done)
+                    n = self.file.readinto(buffer[done:]) or 0
+            if n == 0:
+                break
+            done += n
+        return done
+
+    def write_at(self, offset: int, buffer: memoryview) -> None:
+        """Write all of ``buffer`` at ``offset``, in as many calls as the system needs."""
+        done = 0
+        while done < len(buffer):
+            if hasattr(os, "pwrite"):
+                n = os.pwrite(self.file.fileno(), buffer[done:], offset + done)
+            else:
+                with self.seek_lock:
+                    self.file.seek(offset + done)
+                    n = self.file.write(buffer[done:])
+            done += _some(n)
+
+    def writev_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Write ``buffers`` one after another from ``offset``, gathered into few calls."""
+        if not hasattr(os, "pwritev"):
+            for buffer in buffers:
+                self.write_at(offset, buffer)
+                offset += len(buffer)
+            return
+        pending = [buffer for buffer in buffers if len(buffer)]
+        first = 0
+        while first < len(pending):
+            n = _some(os.pwritev(self.file.fileno(), pending[first : first + IOV_MAX], offset))
+            offset += n
+            while first < len(pending) and n >= len(pending[first]):
+                n -= len(pending[first])
+                first += 1
+            if n:
+                pending[first] = pending[first][n:]
+
+
+def _some(n: int) -> int:
+    if n <= 0:
+        raise StorageError("the system wrote nothing and reported no error")
+    return n
+
+
+class Handles:
+    """Open files by path, the least recently used idle ones closed beyond ``limit``. Safe to use from several threads.
+
+    Handles in use are never closed, so that more than ``limit`` are open while more than ``limit`` threads work.
+    """
+
+    def __init__(self, open_file: Callable[[str], io.FileIO], *, limit: int) -> None:
+        self._open_file = open_file
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, Handle] = OrderedDict()
+        self._is_closed = False
+
+    @contextmanager
+    def borrow(self, path: str) -> Iterator[Handle]:
+        """The handle of ``path``, opened when it is not, and kept open for the length of the block."""
+        handle = self._take(path)
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                handle.users -= 1
+                self._close_idle(0 if self._is_closed else self._limit)
+
+    def __len__(self) -> int:
+        """Number of open files."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Close all files; those in use as soon as they are given back."""
+        with self._lock:
+            self._is_closed = True
+            self._close_idle(0)
+
+    def _take(self, path: str) -> Handle:
+        with self._lock:
+            handle = self._reuse(path)
+        if handle is not None:
+            return handle
+        opened = Handle(self._open_file(path))  # outside the lock: opening may take a network's round trip
+        with self._lock:
+            try:
+                handle = self._reuse(path)
+            except StorageError:
+                opened.file.close()
+                raise
+            if handle is not None:  # another thread was faster
+                opened.file.close()
+                return handle
+            self._open[path] = opened
+            self._close_idle(self._limit)
+        return opened
+
+    def _reuse(self, path: str) -> Handle | None:
+        if self._is_closed:
+            raise StorageError("used after it was closed", where=path)
+        handle = self._open.get(path)
+        if handle is not None:
+            handle.users += 1
+            self._open.move_to_end(path)
+        return handle
+
+    def _close_idle(self, limit: int) -> None:
+        if len(self._open) <= limit:
+            return
+        for path, handle in list(self._open.items()):
+            if handle.users == 0:
+                handle.file.close()
+                del self._open[path]
+            if len(self._open) <= limit:
+                return

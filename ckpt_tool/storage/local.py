@@ -1,0 +1,189 @@
+"""A local store reads files below one folder of this machine; it knows no format.
+
+Paths come out of checkpoints and are not trusted: whatever leaves the folder, by name or by symbolic link, is refused.
+Nothing is mapped into memory, because a file that shrinks under a mapping kills the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from ckpt_tool.errors import FormatError, NotFound, StorageError, UsageError
+from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.handles import Handles
+from ckpt_tool.storage.store import Listing, ReadCost
+from ckpt_tool.storage.urls import check_path, join_url
+
+__all__ = ["LOCAL_COST", "LocalStore"]
+
+LOCAL_COST = ReadCost(max_gap_bytes=256 << 10, max_read_bytes=8 << 20, concurrency=4)
+MAX_OPEN_FILES = 128
+MAX_DEPTH = 8
+"""Folders below the root that a listing enters; the deepest known format (orbax OCDBT) needs four."""
+MAX_FILES = 2_000_000
+_CHECK_FIRST_BYTES = 1 << 20
+"""Longer reads are compared with the file's size before memory is allocated for them."""
+
+
+class LocalStore:
+    """Files below ``root``.
+
+    Args:
+        root: a folder.
+        entry: the one file in it that the user named; the listing then has only it and its siblings.
+        url: how messages name the folder; ``root`` by default.
+    """
+
+    def __init__(self, root: str, *, entry: str | None = None, url: str | None = None) -> None:
+        self.url = root if url is None else url
+        self.cost = LOCAL_COST
+        self._root = os.path.abspath(root)
+        self._entry = entry
+        self._handles = Handles(self._open, limit=MAX_OPEN_FILES)
+
+    def listing(self) -> Listing:
+        """All regular files at most ``MAX_DEPTH`` folders down, links to files included; cached.
+
+        Links to folders are followed only where they lead to a folder below the root that was not listed before, so
+        that neither loops nor ``latest -> step_500`` list anything twice.
+
+        Raises:
+            NotFound: the root is missing.
+            StorageError: a folder cannot be read.
+            UsageError: more than ``MAX_FILES`` files, which no checkpoint has.
+        """
+        return self._listing
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes of ``path`` from ``offset``: one request."""
+        where = join_url(self.url, path)
+        _check_range(offset, length, where)
+        try:
+            with self._handles.borrow(path) as handle:
+                if length > _CHECK_FIRST_BYTES:
+                    available = max(os.fstat(handle.file.fileno()).st_size - offset, 0)
+                    if available < length:
+                        raise _too_short(where, offset, length, available)
+                data = handle.read_at(offset, length)
+        except OSError as error:
+            raise _failure(error, where) from error
+        if len(data) != length:
+            raise _too_short(where, offset, length, len(data))
+        return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``path`` at ``offset``: one request."""
+        where = join_url(self.url, path)
+        view = buffer.cast("B") if buffer.nbytes else memoryview(b"")
+        _check_range(offset, len(view), where)
+        try:
+            with self._handles.borrow(path) as handle:
+                n = handle.read_into_at(offset, view)
+        except OSError as error:
+            raise _failure(error, where) from error
+        if n != len(view):
+            raise _too_short(where, offset, len(view), n)
+
+    def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
+        """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""
+        return fetch_all(lambda r: self.read(r.path, r.offset, r.length), ranges, concurrency=self.cost.concurrency)
+
+    def close(self) -> None:
+        """Close all files; further reads fail."""
+        self._handles.close()
+
+    @cached_property
+    def _homes(self) -> tuple[str, ...]:
+        """Real folders that files may lie in: the root, and what the user pointed at by other means."""
+        homes = [os.path.realpath(self._root)]
+        revisions = os.path.dirname(homes[0])
+        if os.path.basename(revisions) == "snapshots":
+            # The cache of huggingface_hub: snapshots/<revision>/<file> are links to ../../blobs/<digest>.
+            homes.append(os.path.join(os.path.dirname(revisions), "blobs"))
+        if self._entry is not None:
+            homes.append(os.path.dirname(os.path.realpath(os.path.join(self._root, self._entry))))
+        return tuple(homes)
+
+    def _open(self, path: str) -> io.FileIO:
+        full = os.path.join(self._root, check_path(path, root=self.url))
+        where = join_url(self.url, path)
+        real = os.path.realpath(full)
+        if not self._is_inside(real):
+            hint = f'if you trust it, open the folder that it points to: "{os.path.dirname(real)}"'
+            raise FormatError(f"is a link out of the checkpoint's folder, to {real!r}", where=where, hint=hint)
+        mode = os.stat(real).st_mode
+        if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
+            kind = "folder" if stat.S_ISDIR(mode) else "pipe, socket or device"
+            raise FormatError(f"expected a file, got a {kind}", where=where)
+        return io.FileIO(real, "rb")
+
+    def _is_inside(self, real: str) -> bool:
+        return any(real == home or real.startswith(home.rstrip(os.sep) + os.sep) for home in self._homes)
+
+    @cached_property
+    def _listing(self) -> Listing:
+        sizes: dict[str, int] = {}
+        for path, nbytes in self._walk():
+            sizes[path] = nbytes
+            if len(sizes) > MAX_FILES:
+                hint = "name a folder further down"
+                raise UsageError(f"has more than {MAX_FILES:,} files below it", where=self.url, hint=hint)
+        return Listing(self.url, dict(sorted(sizes.items())), self._entry)
+
+    def _walk(self) -> Iterator[tuple[str, int]]:
+        """Relative path and size of each file: real folders first, linked ones after all of them."""
+        seen: set[str] = set()
+        folders, linked = [""], list[str]()
+        while folders or linked:
+            folder = folders.pop() if folders else linked.pop()
+            real = os.path.realpath(os.path.join(self._root, folder))
+            if real in seen or not self._is_inside(real):
+                continue
+            seen.add(real)
+            for entry in self._scan(folder):
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                try:
+                    if entry.is_dir():
+                        is_deep = self._entry is not None or path.count("/") >= MAX_DEPTH
+                        # Every ext4 volume has a lost+found, which only root may read.
+                        if not is_deep and entry.name != "lost+found":
+                            (linked if entry.is_symlink() else folders).append(path)
+                    elif entry.is_file():
+                        yield path, entry.stat().st_size
+                except FileNotFoundError:  # removed since, or a link to nothing
+                    continue
+
+    def _scan(self, folder: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(os.path.join(self._root, folder)) as entries:
+                return list(entries)
+        except OSError as error:
+            raise _failure(error, join_url(self.url, folder)) from error
+
+
+def _check_range(offset: int, length: int, where: str) -> None:
+    if offset < 0 or length < 0:
+        raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
+
+
+def _too_short(where: str, offset: int, length: int, got: int) -> StorageError:
+    missing = length - got
+    message = f"expected {length:,} bytes, got {got:,} before the end of the file ({missing:,} missing)"
+    return StorageError(message, where=f"{where}:{offset}")
+
+
+def _failure(error: OSError, where: str) -> Exception:
+    """``error`` as one of ours."""
+    if isinstance(error, (StorageError, NotFound)):
+        return error
+    if error.errno == errno.ENOENT:
+        return NotFound("no such file", where=where)
+    if error.errno == errno.ENOTDIR:
+        return NotFound("no such file, a part of the path is not a folder", where=where)
+    return StorageError(f"cannot be read: {error.strerror or error}", where=where)

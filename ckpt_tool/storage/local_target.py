@@ -1,0 +1,345 @@
+"""A local target writes into ``<final>.partial`` beside the final name, and renames when all bytes are on the device.
+
+Until then the folder carries a marker file that says in a line what it is. A run that is killed leaves that folder
+and nothing under the final name. Knows no journal format: it only says where the journal belongs.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Sequence
+
+from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
+from ckpt_tool.storage.handles import Handles
+from ckpt_tool.storage.kernel import exchange, fallocate
+from ckpt_tool.storage.urls import check_path, local_path
+
+__all__ = ["JOURNAL_NAME", "MARKER_NAME", "LocalTarget"]
+
+MARKER_NAME = "CKPT_UNFINISHED"
+JOURNAL_NAME = "CKPT_JOURNAL"
+MARKER_TEXT = (
+    "Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or delete this folder.\n"
+)
+MAX_OPEN_FILES = 128
+_IS_WINDOWS = os.name == "nt"
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class LocalTarget:
+    """A folder, or with ``single_file`` one file, that appears under its name only when it is complete.
+
+    Args:
+        url: the final name.
+        overwrite: replace what is there; the old one stays until the new one is in its place.
+        resume: continue in a ``.partial`` folder that is there.
+        durable: fsync before the rename, and in ``flush``. False for measurements only.
+        single_file: ``url`` names one file; exactly one may be created.
+
+    Raises:
+        TargetExists: the final name or the ``.partial`` folder is there, or another process is writing.
+        UsageError: the final name must not be replaced.
+    """
+
+    is_sequential = False
+
+    def __init__(self, url: str, *, overwrite: bool, resume: bool, durable: bool, single_file: bool) -> None:
+        self.url = url
+        self.is_resumed = False
+        self._final = os.path.abspath(local_path(url))
+        self.root = self._final + ".partial"
+        self.journal_path: str | None = os.path.join(self.root, JOURNAL_NAME)
+        self._replaced = self._final + ".replaced"
+        self._overwrite = overwrite
+        self._durable = durable
+        self._single_file = single_file
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._dirty: set[str] = set()
+        self._handles = Handles(self._open, limit=MAX_OPEN_FILES)
+        self._marker_fd = -1
+        try:
+            self._check_final()
+            self._claim(resume=resume)
+        except OSError as error:
+            raise self._failure(error, "cannot be written to") from error
+
+    def create(self, path: str, nbytes: int, *, is_last: bool = False) -> None:  # noqa: ARG002 - the rename comes last
+        """Make a file of ``nbytes`` with its blocks reserved; a file from a resumed run keeps its content.
+
+        Raises:
+            FormatError: the path leaves the target.
+            StorageError: not enough room; says how much is needed and free.
+        """
+        full = self._full(path)
+        if self._single_file and self._sizes and path not in self._sizes:
+            raise UsageError(f"expected one file, got {path!r} beside {next(iter(self._sizes))!r}", where=self.url)
+        try:
+            os.makedirs(os.path.dirname(full), exist_ok=True)
+            fd = os.open(
+                full, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666
+            )
+            try:
+                fallocate(fd, nbytes)
+                if os.fstat(fd).st_size != nbytes:
+                    os.ftruncate(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be created", needed=nbytes) from error
+        with self._lock:
+            self._sizes[path] = nbytes
+            self._dirty.add(path)
+
+    def write(self, path: str, offset: int, buffer: bytes | bytearray | memoryview) -> None:
+        """Write all of ``buffer`` at ``offset``.
+
+        Raises:
+            StorageError: not created, beyond the created size, or the system refused.
+        """
+        self._write(path, offset, [buffer])
+
+    def writev(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+        """Write ``buffers`` one after another from ``offset``; one system call for each 1,024."""
+        self._write(path, offset, buffers)
+
+    def flush(self) -> None:
+        """Wait until all bytes written by calls that have returned are on the device."""
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        if not self._durable:
+            return
+        try:
+            for path in sorted(dirty):
+                self._sync(path)
+        except CkptError:
+            with self._lock:
+                self._dirty |= dirty
+            raise
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the file system still has for this user."""
+        return shutil.disk_usage(self.root).free
+
+    def commit(self, last_path: str | None) -> None:
+        """Make all files durable, then give them their final name; the old target is removed after that.
+
+        Raises:
+            TargetExists: something took the final name in the meantime.
+            StorageError: ``last_path`` was never created, or the system refused; the partial folder stays.
+        """
+        if last_path is not None and last_path not in self._sizes:
+            raise StorageError(f"the file that makes it a checkpoint, {last_path!r}, was never written", where=self.url)
+        if self._single_file and len(self._sizes) != 1:
+            raise StorageError(f"expected one file, got {len(self._sizes):,}", where=self.url)
+        try:
+            self._check_final()
+            self._handles.close()
+            if self._durable:
+                _sync_tree(self.root)
+            if self._single_file:
+                os.replace(self._full(next(iter(self._sizes))), self._final)
+            else:
+                self._swap_in()
+            if self._durable:
+                _sync_folder(os.path.dirname(self._final))
+            self._unlock()
+            for leftover in (self._replaced if self._overwrite else None, self.root):
+                if leftover is not None and os.path.lexists(leftover):
+                    _remove(leftover)
+        except OSError as error:
+            raise self._failure(error, "cannot be completed") from error
+
+    def abandon(self, *, discard: bool = False) -> None:
+        """Close all files; the partial folder stays for ``resume`` unless ``discard``."""
+        self._handles.close()
+        if discard and os.path.isdir(self.root):
+            _remove(self.root)
+        self._unlock()
+
+    def _write(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        nbytes = sum(len(view) for view in views)
+        size = self._sizes.get(path)
+        if size is None:
+            raise StorageError("written to before it was created", where=self._full(path))
+        if offset < 0 or offset + nbytes > size:
+            end = offset + nbytes
+            message = f"a write from {offset:,} to {end:,} does not fit the {size:,} bytes of the file"
+            raise StorageError(message, where=self._full(path))
+        try:
+            with self._handles.borrow(path) as handle:
+                if len(views) == 1:
+                    handle.write_at(offset, views[0])
+                else:
+                    handle.writev_at(offset, views)
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
+        if path not in self._dirty:
+            with self._lock:
+                self._dirty.add(path)
+
+    def _sync(self, path: str) -> None:
+        sync = getattr(os, "fdatasync", os.fsync)
+        try:
+            with self._handles.borrow(path) as handle:
+                sync(handle.file.fileno())
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be made durable") from error
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self.root, check_path(path, root=self.url))
+
+    def _open(self, path: str) -> io.FileIO:
+        return io.FileIO(self._full(path), "r+b")
+
+    def _check_final(self) -> None:
+        """Raise when the final name is taken and may not be replaced."""
+        if not os.path.lexists(self._final):
+            if os.path.lexists(self._replaced):
+                hint = f'look at it, then rename it to "{self._final}" or delete it'
+                raise TargetExists(
+                    "an interrupted run has moved the former target there", where=self._replaced, hint=hint
+                )
+            return
+        is_folder = os.path.isdir(self._final)
+        is_empty_folder = is_folder and not os.path.islink(self._final) and not os.listdir(self._final)
+        if is_empty_folder and not self._single_file:
+            return
+        if is_folder == self._single_file:
+            kind, other = ("folder", "file") if is_folder else ("file", "folder")
+            raise TargetExists(f"is a {kind}, expected to write a {other}", where=self.url, hint="choose another name")
+        if not self._overwrite:
+            hint = 'choose another name, or replace it with "--overwrite" (it stays until the new one is complete)'
+            raise TargetExists("is there already", where=self.url, hint=hint)
+        if is_folder and (os.path.ismount(self._final) or _holds_own_folders(self._final)):
+            hint = "choose a folder of its own for the checkpoint"
+            raise UsageError(
+                "is a mount point, or holds the home or working folder, and is not replaced", where=self.url, hint=hint
+            )
+        if os.path.lexists(self._replaced):
+            raise TargetExists("is left over from an earlier run", where=self._replaced, hint="delete it")
+
+    def _claim(self, *, resume: bool) -> None:
+        """Own the partial folder: a new one, or with ``resume`` the one that is there."""
+        os.makedirs(os.path.dirname(self._final), exist_ok=True)
+        if os.path.lexists(self.root):
+            self._check_partial(resume=resume)
+            self._lock_marker()
+            if resume:
+                self.is_resumed = True
+                return
+            _remove(self.root)
+            self._unlock()
+        try:
+            os.mkdir(self.root)
+        except FileExistsError as error:
+            raise TargetExists("another process has just started to write", where=self.root) from error
+        self._lock_marker()
+        os.write(self._marker_fd, MARKER_TEXT.encode())
+        if self._durable:
+            _sync_folder(os.path.dirname(self._final))
+
+    def _check_partial(self, *, resume: bool) -> None:
+        """Raise unless the partial folder is ours and we are told what to do with it."""
+        is_ours = os.path.isfile(os.path.join(self.root, MARKER_NAME))
+        if not is_ours and (not os.path.isdir(self.root) or os.path.islink(self.root) or os.listdir(self.root)):
+            message = f"has no {MARKER_NAME} file in it, and is neither resumed nor replaced"
+            hint = "look at it: a run killed at its very end leaves a complete checkpoint here; rename or delete it"
+            raise TargetExists(message, where=self.root, hint=hint)
+        if not (resume or self._overwrite):
+            hint = 'continue it with "--resume", or start anew with "--overwrite"'
+            raise TargetExists("an earlier run was interrupted here", where=self.root, hint=hint)
+
+    def _lock_marker(self) -> None:
+        """Hold the marker file locked; the system lets go of it when this process ends in whatever way."""
+        self._marker_fd = os.open(os.path.join(self.root, MARKER_NAME), os.O_RDWR | os.O_CREAT, 0o666)
+        if _IS_WINDOWS:
+            return
+        import fcntl
+
+        try:
+            fcntl.flock(self._marker_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._unlock()
+            raise TargetExists("another process is writing here now", where=self.root) from error
+        except OSError:  # a network file system without locks
+            return
+
+    def _unlock(self) -> None:
+        if self._marker_fd >= 0:
+            os.close(self._marker_fd)
+            self._marker_fd = -1
+
+    def _swap_in(self) -> None:
+        """Rename the partial folder; what has the final name is swapped out in the same step where the system can."""
+        if _IS_WINDOWS:
+            self._unlock()  # it neither deletes nor renames what is open
+        for name in (JOURNAL_NAME, MARKER_NAME):
+            if os.path.lexists(os.path.join(self.root, name)):
+                os.unlink(os.path.join(self.root, name))
+        if not os.path.lexists(self._final):
+            os.rename(self.root, self._final)
+        elif os.path.isdir(self._final) and not os.path.islink(self._final) and not os.listdir(self._final):
+            os.rmdir(self._final)
+            os.rename(self.root, self._final)
+        elif exchange(self.root, self._final):
+            os.rename(self.root, self._replaced)
+        else:
+            os.rename(self._final, self._replaced)
+            os.rename(self.root, self._final)
+
+    def _failure(self, error: OSError, what: str, *, needed: int | None = None) -> CkptError:
+        """``error`` as one of ours."""
+        if isinstance(error, CkptError):
+            return error
+        if error.errno in _NO_SPACE:
+            free = shutil.disk_usage(os.path.dirname(self._final)).free
+            need = f"{needed:,} bytes more are needed" if needed is not None else "more is needed"
+            hint = f'make room, then go on with "--resume", or delete "{self.root}"'
+            return StorageError(f"{what}: no room, {need}, {free:,} are free", where=self.root, hint=hint)
+        return StorageError(f"{what}: {error.strerror or error}", where=self.root)
+
+
+def _sync_tree(root: str) -> None:
+    """Wait until all files and folders below ``root``, and it itself, are on the device."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            fd = os.open(os.path.join(folder, name), os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: str) -> None:
+    if _IS_WINDOWS:  # folders cannot be opened there
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP}:  # some network file systems do not know it
+            raise
+    finally:
+        os.close(fd)
+
+
+def _remove(path: str) -> None:
+    """Remove a file, a link (not what it points to) or a folder with all that is in it."""
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def _holds_own_folders(folder: str) -> bool:
+    here, real = os.path.realpath(os.getcwd()), os.path.realpath(folder)
+    home = os.path.realpath(os.path.expanduser("~"))
+    return any(place == real or place.startswith(real.rstrip(os.sep) + os.sep) for place in (here, home))

@@ -1,0 +1,26 @@
+"""A hint for a name that is not there: the names beside it that look most alike."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean"]
+
+MAX_NAMES = 3
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """A question with the nearest of ``names``, or a list of a few when none is near; None when there are none.
+
+    >>> did_you_mean("step_10", ["step_100", "logs"])
+    'did you mean step_100?'
+    """
+    known = sorted(names)
+    if not known:
+        return None
+    near = difflib.get_close_matches(name, known, n=MAX_NAMES, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    more = f" and {len(known) - MAX_NAMES:,} more" if len(known) > MAX_NAMES else ""
+    return f"beside it are: {', '.join(known[:MAX_NAMES])}{more}"

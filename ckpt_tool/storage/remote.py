@@ -1,0 +1,149 @@
+"""A remote is a file system that fsspec reaches: how one is opened, and what its failures mean.
+
+The libraries behind fsspec raise errors of their own, so that an error is judged by where its class comes from. Knows
+no paths below a root and no bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs
+
+from ckpt_tool.errors import CkptError, NotFound, StorageError, UsageError
+from ckpt_tool.storage.urls import scheme_of
+
+__all__ = ["attempt", "failure_of", "open_remote", "retried", "shown"]
+
+Result = TypeVar("Result")
+
+ATTEMPTS = 5
+FIRST_PAUSE_S = 0.2
+MAX_PAUSE_S = 5.0
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hdfs": "hdfs", "viewfs": "hdfs"}
+_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
+_CLIENTS = frozenset({"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3"})
+_PERMANENT = frozenset(
+    {
+        errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC,
+        errno.ENOTDIR, errno.EOPNOTSUPP, errno.EPERM, errno.EROFS,
+    }
+)  # fmt: skip
+_PERMANENT_TYPES = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, FileNotFoundError)
+_TRANSIENT_STATUS = frozenset({408, 425, 429})
+
+
+def open_remote(url: str) -> tuple[Any, str]:
+    """The file system of ``url`` and the URL as that file system spells it; no request is made.
+
+    Raises:
+        UsageError: nobody knows the scheme, or its package is not installed; the hint says which to install.
+        StorageError: the client could not be set up.
+    """
+    scheme = scheme_of(url) or ""
+    try:
+        fs, root = url_to_fs(url)
+    except ImportError as error:
+        raise UsageError(
+            f"the client for {scheme}:// is not installed", where=shown(url), hint=_remedy(scheme)
+        ) from error
+    except ValueError as error:
+        hint = "use a path, or a URL that fsspec knows (s3://, gs://, hdfs://, https:// ...)"
+        raise UsageError(f"{scheme}:// cannot be opened: {error}", where=shown(url), hint=hint) from error
+    except OSError as error:  # pyarrow's HDFS client, which looks for libhdfs and Java only now
+        remedy = _remedy(scheme) if scheme in _EXTRAS else None
+        raise StorageError(
+            f"the client for {scheme}:// does not start: {error}", where=shown(url), hint=remedy
+        ) from error
+    return fs, str(root)
+
+
+def shown(url: str) -> str:
+    """``url`` as messages may show it: without password and without query, which may be a signature.
+
+    >>> shown("https://me:secret@host/a.pt?X-Amz-Signature=1"), shown("s3://b//x?y")
+    ('https://host/a.pt', 's3://b//x?y')
+    """
+    head, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    authority, slash, path = rest.partition("/")
+    if scheme_of(url) in {"http", "https"}:
+        path = path.partition("?")[0]
+    return f"{head}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def failure_of(error: Exception, where: str) -> CkptError | None:
+    """``error`` as one of ours, None when it does not come from the storage (a bug, which must be seen as one)."""
+    if isinstance(error, CkptError):
+        return error
+    if isinstance(error, FileNotFoundError):
+        return NotFound("no such file", where=where)
+    name = type(error).__name__
+    if isinstance(error, PermissionError) or "Credential" in name or getattr(error, "status", None) in {401, 403}:
+        hint = "check the credentials that this process sees (environment, profile, metadata service)"
+        return StorageError(f"access is refused: {error}", where=where, hint=hint)
+    if _is_from_storage(error):
+        # Text of an error may quote the URL with its signature.
+        text = str(error).partition("?")[0] if "://" in str(error) else str(error)
+        return StorageError(f"{name}: {text}" if text else name, where=where)
+    return None
+
+
+def attempt(call: Callable[[], Result], *, where: str) -> Result:
+    """``call()``, once, its failures as ours: for requests that must not be sent twice."""
+    return _tried(call, where=where, attempts=1)
+
+
+def retried(call: Callable[[], Result], *, where: str) -> Result:
+    """``call()``, sent again after transient failures, at most ``ATTEMPTS`` times with growing pauses.
+
+    Raises:
+        NotFound: the file is not there.
+        StorageError: it failed for good; the last error is chained.
+    """
+    return _tried(call, where=where, attempts=ATTEMPTS)
+
+
+def _tried(call: Callable[[], Result], *, where: str, attempts: int) -> Result:
+    number = 1
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            failure = failure_of(error, where)
+            if failure is None or failure is error:
+                raise
+            if number >= attempts or not _is_transient(error):
+                if number > 1:
+                    failure.message += f" (after {number} attempts)"
+                raise failure from error
+        pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), MAX_PAUSE_S)
+        time.sleep(pause_s * (0.5 + random.random()))  # noqa: S311 - spreads clients, guards nothing
+        number += 1
+
+
+def _is_from_storage(error: Exception) -> bool:
+    # asyncio.TimeoutError is no OSError before Python 3.11; fsspec's FSTimeoutError derives from it.
+    is_timeout = isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
+    return isinstance(error, OSError) or is_timeout or type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def _is_transient(error: Exception) -> bool:
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        return status in _TRANSIENT_STATUS or status >= 500
+    if isinstance(error, _PERMANENT_TYPES) or "Credential" in type(error).__name__:
+        return False
+    return not (isinstance(error, OSError) and error.errno in _PERMANENT)
+
+
+def _remedy(scheme: str) -> str:
+    if scheme in _EXTRAS:
+        return f'pip install "ckpt-tool[{_EXTRAS[scheme]}]"'
+    return f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else "install the package that fsspec asks for"

@@ -1,0 +1,98 @@
+"""A target takes the bytes of a new checkpoint and makes them one, whole and durable, or not at all.
+
+Knows paths and sizes below one final name; what the files mean is not its business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from ckpt_tool.errors import UsageError
+from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
+from ckpt_tool.storage.urls import is_local
+
+__all__ = ["JOURNAL_NAME", "MARKER_NAME", "Bytes", "LocalTarget", "Target", "open_target"]
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Target(Protocol):
+    """Where a checkpoint is written to. ``write`` and ``writev`` may be called from several threads.
+
+    Call ``create`` for every file before it is written, then ``commit`` once, or ``abandon``.
+    """
+
+    url: str
+    """The final name."""
+    is_sequential: bool
+    """Whether each file must be written front to back, every byte of it once."""
+    is_resumed: bool
+    """Whether files of an interrupted run are there to be continued."""
+    journal_path: str | None
+    """Where a journal for resuming belongs, a local path; removed by ``commit``. None where nothing can be resumed."""
+
+    def create(self, path: str, nbytes: int, *, is_last: bool = False) -> None:
+        """Make a file of ``nbytes``; unwritten bytes are zero where ``is_sequential`` is false.
+
+        ``is_last`` marks the one file whose presence makes the target a checkpoint: it becomes visible in ``commit``.
+        """
+        ...
+
+    def write(self, path: str, offset: int, buffer: Bytes) -> None:
+        """Write all of ``buffer`` at ``offset`` of a created file."""
+        ...
+
+    def writev(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Write ``buffers`` one after another from ``offset`` of a created file."""
+        ...
+
+    def flush(self) -> None:
+        """Make durable what was written so far, as far as the storage can before ``commit``."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Bytes that still fit, None where the storage does not tell."""
+        ...
+
+    def commit(self, last_path: str | None) -> None:
+        """Make the target visible under its final name; ``last_path`` is the file created with ``is_last``, if any."""
+        ...
+
+    def abandon(self, *, discard: bool = False) -> None:
+        """Stop without a commit; ``discard`` also removes what a later run could resume."""
+        ...
+
+
+def open_target(
+    url: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    resume: bool,
+    durable: bool,
+    single_file: bool,
+) -> Target:
+    """A target that may be written to.
+
+    Args:
+        url: the final name, a path or a URL.
+        overwrite: replace what is there under that name, once the new one is complete (local) or from the first file
+            on (remote).
+        resume: continue an interrupted run; local only.
+        durable: wait until bytes are on the device before the final name appears; local only.
+        single_file: the final name is that of one file.
+
+    Raises:
+        TargetExists: something is there, and nothing was said about it.
+        UsageError: arguments that do not go together, or a folder that must not be replaced.
+    """
+    text = os.fspath(url)
+    if is_local(text):
+        return LocalTarget(text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file)
+    from ckpt_tool.storage.stream_target import StreamTarget  # fsspec costs 80 ms of start-up
+
+    if resume:
+        hint = 'start anew with "--overwrite"'
+        raise UsageError("a run to remote storage cannot be resumed, its parts are gone", where=text, hint=hint)
+    return StreamTarget(text, overwrite=overwrite, single_file=single_file)
