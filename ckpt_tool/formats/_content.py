@@ -1,0 +1,110 @@
+"""What a file really is, told from its first bytes; for messages about files that are not what their name says.
+
+Knows magic numbers and nothing of how to read any of these formats.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["HEAD_NBYTES", "Content", "content_of", "what_is"]
+
+HEAD_NBYTES = 512
+"""First bytes that are enough to tell (a tar archive names itself at byte 257)."""
+
+_LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/")
+_LFS_SIZE = re.compile(rb"^size ([0-9]{1,20})$", re.MULTILINE)
+_HTML = re.compile(rb"\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+_XML_ERROR = re.compile(rb"\s*<\?xml.{0,200}<Error>", re.DOTALL)
+# A legacy torch.save starts with a pickle of the number 0x1950a86a20f9469cfc6c (torch/serialization.py, MAGIC_NUMBER).
+_TORCH_LEGACY = re.compile(rb"\x80[\x02-\x05].{0,11}\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
+_TEXT = re.compile(rb"[\t\n\r\x20-\x7e]+")
+
+_DOWNLOAD = "the download failed: fetch it again, with a token if the repository asks for one"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a file is, and what to do about it."""
+
+    what: str
+    """With its article: ``a zip archive``."""
+    fix: str | None = None
+    """What to do when another format was expected."""
+
+
+_MAGIC: tuple[tuple[bytes, Content], ...] = (
+    (b"\x1f\x8b", Content("a gzip file", "unpack it with gunzip")),
+    (b"\x28\xb5\x2f\xfd", Content("a zstd file", "unpack it with zstd -d")),
+    (b"BZh", Content("a bzip2 file", "unpack it with bunzip2")),
+    (b"\xfd7zXZ\x00", Content("an xz file", "unpack it with unxz")),
+    (
+        b"GGUF",
+        Content("a GGUF file", "llama.cpp reads it; take the checkpoint that it was made from"),
+    ),
+    (b"\x93NUMPY", Content("a numpy array", "name it .npy")),
+    (b"\x89HDF\r\n", Content("an HDF5 file", "Keras writes these; export it with Keras")),
+    (b"PAR1", Content("a Parquet file")),
+    (b"ARROW1", Content("an Arrow file")),
+    (b"%PDF", Content("a PDF")),
+)
+
+
+def what_is(head: bytes) -> str | None:
+    """What a file that starts with ``head`` is, None when nothing known fits.
+
+    >>> what_is(b"version https://git-lfs.github.com/spec/v1"), what_is(b"GGUF" + bytes(4))
+    ('a git-LFS pointer', 'a GGUF file')
+    """
+    found = content_of(head)
+    return None if found is None else found.what
+
+
+def content_of(head: bytes) -> Content | None:
+    """As `what_is`, with what to do about it.
+
+    Args:
+        head: the first `HEAD_NBYTES` bytes, or all of a shorter file.
+    """
+    if not head:
+        return Content("an empty file", "the copy or the save did not finish; fetch or save it again")
+    if not head.strip(b"\0"):
+        return Content("only zero bytes at its start", "the disk filled up or the copy was cut; fetch or save it again")
+    found = next((content for magic, content in _MAGIC if head.startswith(magic)), None)
+    return found or _container(head) or _text(head)
+
+
+def _container(head: bytes) -> Content | None:
+    """Binary formats that take more than a prefix to tell."""
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        if re.match(rb"PK\x03\x04.{26}[^\0]{1,200}/(?:data\.pkl|\.format_version|version|byteorder)", head, re.DOTALL):
+            return Content("a torch.save file (zip)", "name it .pt or .bin; it is read without being executed")
+        return Content("a zip archive", "unpack it, or name it .pt if torch.save wrote it")
+    if _TORCH_LEGACY.match(head):
+        return Content("a torch.save file (the stream of torch before 1.6)", "name it .pt or .bin")
+    if head[0] == 0x80 and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
+        return Content("a pickle", "name it .pt or .pkl; it is read without being executed")
+    if head[257:262] == b"ustar":
+        return Content("a tar archive", "unpack it with tar -x")
+    if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
+        return Content("a safetensors file", "name it .safetensors")
+    return None
+
+
+def _text(head: bytes) -> Content | None:
+    """Kinds of text."""
+    if _LFS.match(head):
+        size = _LFS_SIZE.search(head)
+        of = f", of a file of {int(size[1]):,} bytes" if size else ""
+        return Content("a git-LFS pointer", f'the pointer alone was cloned{of}: run "git lfs pull" in the repository')
+    if _HTML.match(head):
+        return Content("an HTML page", _DOWNLOAD)
+    if _XML_ERROR.match(head):
+        return Content("an XML error reply of an object store", _DOWNLOAD)
+    if head.startswith(b"\xef\xbb\xbf"):
+        head = head[3:]
+    stripped = head.lstrip()
+    if stripped.startswith((b'{"', b"[", b"{\n", b"{\r\n", b"{ ", b"{}")):
+        return Content("JSON text", "it describes tensors or settings and holds none; name the folder instead")
+    return Content("plain text") if _TEXT.fullmatch(head) else None

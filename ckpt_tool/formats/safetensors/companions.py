@@ -1,0 +1,118 @@
+"""A companion is a small JSON file beside the tensors: a model's ``config.json``, an adapter's ``adapter_config.json``.
+
+Their content goes into a manifest's ``info``. A companion that cannot be read is a note, never a failure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt_tool.formats.base import Source
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Manifest
+
+__all__ = ["read_companions", "tied_findings", "tied_note"]
+
+_MAX_NBYTES = 16 << 20
+_COMPARED_NBYTES = 64 << 10
+_ADAPTER_KEYS = {
+    "base_model": "base_model_name_or_path", "peft_type": "peft_type", "r": "r", "alpha": "lora_alpha",
+    "target_modules": "target_modules", "modules_to_save": "modules_to_save",
+}  # fmt: skip
+
+# (input embedding, output head) as the families of transformers call them, compared without what is in front.
+_TIED_NAMES = (
+    ("embed_tokens.weight", "lm_head.weight"),
+    ("wte.weight", "lm_head.weight"),
+    ("word_embeddings.weight", "lm_head.weight"),
+    ("embed_in.weight", "embed_out.weight"),
+    ("tok_embeddings.weight", "output.weight"),
+)
+
+
+def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
+    """``(info, notes)``: one request for each companion that is there.
+
+    ``info["config"]`` is all of ``config.json``, with ``model_type``, ``tie_word_embeddings`` and ``torch_dtype``
+    beside it where it has them; ``info["adapter"]`` has ``base_model``, ``peft_type``, ``r``, ``alpha``,
+    ``target_modules`` and ``modules_to_save``.
+    """
+    info: dict[str, Any] = {}
+    notes: list[str] = []
+    config = _read_json(source, "config.json", notes)
+    if config is not None:
+        info["config"] = config
+        # transformers 4.56 renamed torch_dtype to dtype.
+        stated = {
+            "model_type": config.get("model_type"),
+            "tie_word_embeddings": config.get("tie_word_embeddings"),
+            "torch_dtype": config.get("torch_dtype") or config.get("dtype"),
+        }
+        info.update({key: value for key, value in stated.items() if value is not None})
+    adapter = _read_json(source, "adapter_config.json", notes)
+    if adapter is not None:
+        info["adapter"] = {ours: adapter.get(theirs) for ours, theirs in _ADAPTER_KEYS.items()}
+        base = info["adapter"]["base_model"] or "a base model that it does not name"
+        notes.append(f"a PEFT adapter (r={adapter.get('r')}, alpha={adapter.get('lora_alpha')}) on top of {base}")
+    return info, notes
+
+
+def _read_json(source: Source, path: str, notes: list[str]) -> dict[str, Any] | None:
+    if path not in source.listing:
+        return None
+    if source.listing.nbytes(path) > _MAX_NBYTES:
+        notes.append(f"{path} was left out: {source.listing.nbytes(path):,} bytes are no settings file")
+        return None
+    try:
+        found = json.loads(source.read_whole(path))
+    except (ValueError, RecursionError) as error:
+        notes.append(f"{path} was left out: it is not JSON ({error})")
+        return None
+    if not isinstance(found, dict):
+        notes.append(f"{path} was left out: expected a JSON object, got {type(found).__name__}")
+        return None
+    return found
+
+
+def _tied_pair(names: Mapping[str, int]) -> tuple[str | None, str | None]:
+    """``(embedding, head)``: the names of both as far as they are stored."""
+    for embedding, head in _TIED_NAMES:
+        embeddings = [n for n in names if n == embedding or n.endswith("." + embedding)]
+        heads = [n for n in names if n == head or n.endswith("." + head)]
+        if len(embeddings) == 1 and len(heads) <= 1:
+            return embeddings[0], heads[0] if heads else None
+    return None, None
+
+
+def tied_note(info: Mapping[str, Any], names: Mapping[str, int]) -> list[str]:
+    """Says that the output head is the input embedding where ``config.json`` says so and only one is stored."""
+    embedding, head = _tied_pair(names)
+    if info.get("tie_word_embeddings") is not True or embedding is None or head is not None:
+        return []
+    return [f"the output head is tied to {embedding!r} (config.json: tie_word_embeddings) and is stored once"]
+
+
+def tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
+    """Both ends of a tied pair stored: wrong when they differ. Two requests, of at most 64 KiB of payload each."""
+    embedding, head = _tied_pair(manifest.tensors.index)
+    if manifest.info.get("tie_word_embeddings") is not True or embedding is None or head is None:
+        return
+    metas = [manifest.tensor(name) for name in (embedding, head)]
+    says = f"config.json says tie_word_embeddings, but {embedding!r} and {head!r} are both stored"
+    starts = []
+    for name in (embedding, head):
+        rows = manifest.chunks.rows_of(manifest.tensor_id(name))
+        if len(rows) == 1:
+            where = manifest.chunks.record(int(rows[0]), manifest.tensors, manifest.files).where
+            starts.append(source.store.read(where.path, where.offset, min(where.length, _COMPARED_NBYTES)))
+    if len({(m.dtype, m.shape) for m in metas}) > 1 or len(set(starts)) > 1:
+        yield Finding("tied-but-different", Severity.WARNING, f"{says} and differ; loaders keep one of them", fqn=head)
+    else:
+        yield Finding(
+            "tied-stored-twice",
+            Severity.INFO,
+            f"{says}; their first {len(starts[0]) if starts else 0:,} bytes are equal",
+            fqn=head,
+        )

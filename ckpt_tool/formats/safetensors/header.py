@@ -1,0 +1,289 @@
+"""A header is the JSON at the start of a safetensors file: names, dtypes, shapes and byte ranges, and free metadata.
+
+Layout (huggingface/safetensors 0.8, ``safetensors/src/tensor.rs``): u64 little-endian length ``N``, ``N`` bytes of JSON
+padded with spaces, then the payload; ``data_offsets`` count from the payload's first byte, the end is exclusive, and
+the tensors fill the payload without hole or overlap. There is no checksum.
+
+Pure: bytes in, records out, and back. Knows no store, no index, no manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckpt_tool.dtypes import DTYPES, DType, from_safetensors, opaque
+from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.formats._content import content_of
+
+__all__ = [
+    "MAX_HEADER_NBYTES",
+    "PEER_MAX_HEADER_NBYTES",
+    "Entry",
+    "Header",
+    "build_header",
+    "entry_fields",
+    "header_nbytes",
+    "parse_header",
+]
+
+MAX_HEADER_NBYTES = 1 << 30
+"""A longer header is refused: it is a damaged length, not a header."""
+PEER_MAX_HEADER_NBYTES = 100_000_000
+"""The reference library refuses headers above this (``MAX_HEADER_SIZE`` in tensor.rs)."""
+ALIGNMENT = 64
+"""Payloads that are laid out here start at a multiple of this (the format asks for none, the library pads to 8)."""
+
+_MAX_NDIM = 64
+_MAX_SIZE = (1 << 63) - 1
+_METADATA = "__metadata__"
+_FP4 = DTYPES["float4_e2m1fn_x2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    """In elements of ``dtype``: for packed fp4 the last dimension is half of what the header says."""
+    start: int
+    """First byte, counted from the payload's first."""
+    end: int
+    """One past the last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one file says about itself."""
+
+    entries: tuple[Entry, ...]
+    """By position in the file."""
+    metadata: Mapping[str, str]
+    data_start: int
+    """Byte of the file where the payload starts."""
+    aliases: tuple[tuple[str, str], ...] = field(default=())
+    """Pairs of names that have the very same bytes, which the format forbids but which loses nothing."""
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes after the header."""
+        return self.entries[-1].end if self.entries else 0
+
+
+def header_nbytes(head: bytes, file_nbytes: int, where: str) -> int:
+    """Bytes up to the payload, the 8 of the length included, from the first bytes of a file.
+
+    Args:
+        head: the first 9 bytes or more (all of a shorter file); the first 512 make the best messages.
+        file_nbytes: size of the file.
+        where: its path, for messages.
+
+    Raises:
+        FormatError: not a safetensors file; the message says what it is instead.
+    """
+    length = int.from_bytes(head[:8], "little")
+    if len(head) > 8 and 2 <= length <= min(file_nbytes - 8, MAX_HEADER_NBYTES) and head[8:9] == b"{":
+        return 8 + length
+    looks_cut = len(head) > 8 and head[8:9] == b"{" and 2 <= length <= MAX_HEADER_NBYTES
+    if looks_cut:
+        raise FormatError(
+            f"the header ends at byte {8 + length:,}, the file has {file_nbytes:,} "
+            f"({8 + length - file_nbytes:,} missing)",
+            where=where,
+            hint="the copy was cut; fetch or save the file again",
+        )
+    found = content_of(head)
+    if found is not None and found.what != "a safetensors file":
+        raise FormatError(f"not a safetensors file but {found.what}", where=where, hint=found.fix)
+    raise FormatError(
+        f"not a safetensors file: expected the length of a JSON header in the first 8 bytes, got {length:,} "
+        f"in a file of {file_nbytes:,} bytes",
+        where=where,
+    )
+
+
+def parse_header(head: bytes, file_nbytes: int, where: str) -> Header:
+    """The checked header of a file.
+
+    Args:
+        head: the file from its first byte, at least to the end of its header; what follows is ignored.
+        file_nbytes: size of the whole file.
+        where: its path, for messages.
+
+    Raises:
+        FormatError: the header contradicts itself or the file's size, or the file is something else.
+    """
+    data_start = header_nbytes(head, file_nbytes, where)
+    if len(head) < data_start:
+        raise FormatError(f"header of {data_start:,} bytes given only to byte {len(head):,}", where=where)
+    listed = _json_object(head[8:data_start], where)
+    metadata = _metadata(listed.pop(_METADATA, {}), where)
+    entries = sorted((_entry(name, fields, where) for name, fields in listed.items()), key=lambda e: (e.start, e.end))
+    aliases = _check_extents(entries, file_nbytes - data_start, where, data_start)
+    return Header(tuple(entries), metadata, data_start, aliases)
+
+
+def _json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """``raw`` as a JSON object whose keys are unique at every level."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise FormatError(f"{twice!r} is listed twice in the header", where=where)
+        return found
+
+    def no_constant(text: str) -> None:
+        raise FormatError(f"{text} in the header, which is not JSON", where=where)
+
+    try:
+        listed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the header is not JSON: {error}", where=where) from error
+    if not isinstance(listed, dict):
+        raise FormatError(f"expected a JSON object as header, got {type(listed).__name__}", where=where)
+    return listed
+
+
+def _metadata(found: Any, where: str) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise FormatError("expected __metadata__ to map strings to strings", where=where)
+    return found
+
+
+def _entry(name: str, fields: Any, where: str) -> Entry:
+    """One entry of the header, checked by itself."""
+    try:
+        name.encode("utf-8")
+        stored_dtype, stored_shape, (start, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{name!a}: expected dtype, shape and two data_offsets, got {str(fields)[:80]}", where=where
+        ) from error
+    if not isinstance(stored_dtype, str) or not isinstance(stored_shape, list):
+        raise FormatError(f"{name!r}: dtype {stored_dtype!r} or shape {stored_shape!r} has the wrong type", where=where)
+    if len(stored_shape) > _MAX_NDIM:
+        raise FormatError(f"{name!r} has {len(stored_shape)} dimensions, expected at most {_MAX_NDIM}", where=where)
+    if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (*stored_shape, start, end)) or start > end:
+        raise FormatError(
+            f"{name!r}: shape {stored_shape} and bytes [{start}, {end}) must be ascending counts", where=where
+        )
+    dtype, shape = _element_type(name, stored_dtype, stored_shape, end - start, where)
+    return Entry(name, dtype, shape, start, end)
+
+
+def _element_type(
+    name: str, stored: str, sizes: Sequence[int], nbytes: int, where: str
+) -> tuple[DType, tuple[int, ...]]:
+    """The dtype and shape that the header's words mean, checked against the bytes."""
+    numel, dtype = prod(sizes), from_safetensors(stored)
+    if numel > _MAX_SIZE:
+        raise FormatError(f"{name!r}: shape {list(sizes)} has more than 2**63 elements", where=where)
+    if dtype is _FP4:
+        if sizes and sizes[-1] % 2 == 0:
+            sizes = (*sizes[:-1], sizes[-1] // 2)
+            numel = prod(sizes)
+        else:
+            dtype = DType(stored, 4, "opaque", stored)
+    if dtype is None:
+        try:
+            dtype = opaque(stored, numel=numel, nbytes=nbytes)
+        except FormatError as error:
+            raise FormatError(f"{name!r}: {error.message}", where=where) from error
+    if numel * dtype.bits != nbytes * 8:
+        raise FormatError(
+            f"{name!r}: {stored} of shape {list(sizes)} takes {numel * dtype.bits / 8:,.0f} bytes, its data_offsets "
+            f"span {nbytes:,}",
+            where=where,
+        )
+    return dtype, tuple(sizes)
+
+
+def _check_extents(
+    entries: Sequence[Entry], payload_nbytes: int, where: str, data_start: int
+) -> tuple[tuple[str, str], ...]:
+    """Pairs of names with the same bytes; any other overlap, a hole, or bytes past either end is an error."""
+    aliases = []
+    reached, last = 0, None
+    for entry in entries:
+        if last is not None and entry.nbytes and (entry.start, entry.end) == (last.start, last.end):
+            aliases.append((last.name, entry.name))
+            continue
+        if entry.start != reached:
+            place = f"{where}:{data_start + min(entry.start, reached)}"
+            if last is not None and entry.start < reached:
+                raise FormatError(
+                    f"{entry.name!r} starts {reached - entry.start:,} bytes before {last.name!r} ends", where=place
+                )
+            raise FormatError(f"{entry.start - reached:,} bytes before {entry.name!r} belong to no tensor", where=place)
+        reached = entry.end
+        last = entry if entry.nbytes or last is None else last
+    if reached > payload_nbytes and last is not None:
+        raise FormatError(
+            f"{last.name!r} ends at byte {data_start + reached:,}, the file has {data_start + payload_nbytes:,} "
+            f"({reached - payload_nbytes:,} missing)",
+            where=where,
+            hint="the copy was cut; fetch or save the file again",
+        )
+    if reached < payload_nbytes:
+        raise FormatError(
+            f"{payload_nbytes - reached:,} bytes after the last tensor belong to none",
+            where=f"{where}:{data_start + reached}",
+        )
+    return tuple(aliases)
+
+
+def entry_fields(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """The header's words for a dtype and shape: the inverse of what `parse_header` makes of them.
+
+    >>> entry_fields(DTYPES["float4_e2m1fn_x2"], (2, 4))
+    ('F4', [2, 8])
+
+    Raises:
+        Unsupported: the format has no such type.
+    """
+    if dtype.safetensors is None:
+        raise Unsupported(f"safetensors has no {dtype.name}")
+    if dtype is _FP4:
+        if not shape:
+            raise Unsupported("safetensors has no packed fp4 scalar")
+        return dtype.safetensors, [*shape[:-1], shape[-1] * 2]
+    return dtype.safetensors, list(shape)
+
+
+def build_header(
+    tensors: Iterable[tuple[str, DType, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, Header]:
+    """``(bytes, header)`` of a file with ``tensors`` (name, dtype, shape) in that order; the payload follows the bytes.
+
+    Padded with spaces so that the payload starts at a multiple of `ALIGNMENT`.
+
+    Raises:
+        Unsupported: the format has no such dtype, or a tensor is no whole number of bytes.
+    """
+    listed: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    entries, start = [], 0
+    for name, dtype, shape in tensors:
+        word, stored_shape = entry_fields(dtype, shape)
+        nbytes, rest = divmod(prod(shape) * dtype.bits, 8)
+        if rest:
+            raise Unsupported(f"{name!r}: {dtype.name} of shape {list(shape)} is no whole number of bytes")
+        listed[name] = {"dtype": word, "shape": stored_shape, "data_offsets": [start, start + nbytes]}
+        entries.append(Entry(name, dtype, tuple(shape), start, start + nbytes))
+        start += nbytes
+    text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, Header(tuple(entries), dict(metadata), 8 + len(text))

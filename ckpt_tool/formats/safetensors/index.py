@@ -1,0 +1,201 @@
+"""An index is the JSON beside several safetensors files that says which file holds which tensor (``weight_map``).
+
+It repeats what the headers say, so it can be wrong; here are its parser and everything it can be wrong about. Pure:
+knows no store. The format is Hugging Face's (``save_torch_state_dict`` of huggingface_hub).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._content import what_is
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange
+
+__all__ = ["Held", "Index", "contradictions", "homes_of", "parse_index", "write_index"]
+
+Held = Mapping[str, Mapping[str, int]]
+"""By file: bytes of each tensor in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A parsed index."""
+
+    path: str
+    weight_map: Mapping[str, str]
+    """File of each tensor; the last one where the JSON lists a tensor twice."""
+    total_size: Any
+    """``metadata.total_size`` as it stands, None if absent."""
+    faults: tuple[Finding, ...]
+    """What is wrong with the text itself."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Named files, in order of first sight."""
+        return tuple(dict.fromkeys(self.weight_map.values()))
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as its pairs, so that a key listed twice is seen."""
+
+
+def parse_index(raw: bytes, path: str) -> Index:
+    """The index in ``raw``.
+
+    Raises:
+        FormatError: not a JSON object with a ``weight_map``.
+    """
+    try:
+        found = json.loads(raw, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
+        kind = what_is(raw[:512])
+        other = f" but {kind}" if kind not in {None, "JSON text", "plain text"} else f": {error}"
+        raise FormatError(f"the index is not JSON{other}", where=path) from error
+    top = dict(found) if isinstance(found, _Pairs) else {}
+    pairs = top.get("weight_map")
+    if not isinstance(pairs, _Pairs):
+        raise FormatError(
+            "expected a JSON object with a weight_map from tensors to files",
+            where=path,
+            hint="delete the index to read the files by their own headers",
+        )
+    weight_map: dict[str, str] = {}
+    faults = []
+    for fqn, file in pairs:
+        if not isinstance(file, str):
+            said = f"{path} maps {fqn!r} to {json.dumps(file)[:60]}, expected the name of a file"
+            faults.append(Finding("index-bad-value", Severity.ERROR, said, fqn, FileRange(path, 0, len(raw))))
+            continue
+        if fqn in weight_map:
+            said = f"{path} lists {fqn!r} twice: in {weight_map[fqn]} and in {file}; most loaders see the last"
+            faults.append(Finding("index-duplicate-key", Severity.ERROR, said, fqn, FileRange(path, 0, len(raw))))
+        weight_map[fqn] = file
+    metadata = top.get("metadata")
+    total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
+    return Index(path, weight_map, total_size, tuple(faults))
+
+
+def homes_of(held: Held, weight_map: Mapping[str, str]) -> dict[str, str]:
+    """The file that each tensor is taken from: the one the index names if it holds it, else the last that does."""
+    homes: dict[str, str] = {}
+    for path, names in held.items():
+        for fqn in names:
+            if fqn not in homes or weight_map.get(fqn) != homes[fqn]:
+                homes[fqn] = path
+    return homes
+
+
+def contradictions(index: Index, held: Held, sizes: Mapping[str, int], strays: Collection[str]) -> Iterator[Finding]:
+    """Everything in which an index and the files beside it differ.
+
+    Args:
+        index: the parsed index.
+        held: what the headers of the files that were read say.
+        sizes: bytes of every file that is there.
+        strays: safetensors files that the index does not name.
+    """
+    yield from index.faults
+    yield from _missing_files(index, held, sizes, strays)
+    yield from _misplaced(index, held)
+    for path, names in held.items():
+        unlisted = [fqn for fqn in names if fqn not in index.weight_map]
+        if unlisted:
+            yield Finding(
+                "not-in-index",
+                Severity.WARNING,
+                f"{path} holds {len(unlisted):,} tensors that {index.path} does not list: {_some(unlisted)}",
+                unlisted[0],
+                FileRange(path, 0, sizes[path]),
+            )
+    yield from _duplicates(index, held)
+    for path in strays:
+        if path not in held:
+            yield Finding(
+                "stray-file",
+                Severity.WARNING,
+                f"{path} is not named by {index.path} and was left out",
+                where=FileRange(path, 0, sizes[path]),
+            )
+    yield from _total_size(index, held, sizes)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(repr(n) for n in names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def _missing_files(index: Index, held: Held, sizes: Mapping[str, int], strays: Collection[str]) -> Iterator[Finding]:
+    by_file: dict[str, list[str]] = {}
+    for fqn, path in index.weight_map.items():
+        if path not in sizes:
+            by_file.setdefault(path, []).append(fqn)
+    if by_file and len(by_file) == len(index.files) and strays:
+        yield Finding(
+            "stale-index",
+            Severity.ERROR,
+            f"{index.path} names {len(by_file):,} files, of which none is here ({_some(list(by_file))}); "
+            f"{len(strays):,} others are ({_some(sorted(strays))}) and were read by their own headers",
+        )
+        return
+    elsewhere = {fqn for names in held.values() for fqn in names}
+    for path, fqns in by_file.items():
+        lost = [fqn for fqn in fqns if fqn not in elsewhere]
+        yield Finding(
+            "missing-file",
+            Severity.ERROR,
+            f"{path} is named by {index.path} and is not here; {len(lost):,} of its {len(fqns):,} tensors are in no "
+            f"other file: {_some(lost)}",
+            lost[0] if lost else fqns[0],
+            FileRange(path, 0, 0),
+        )
+
+
+def _misplaced(index: Index, held: Held) -> Iterator[Finding]:
+    """Tensors that the named file is there for, but does not hold."""
+    homes = homes_of(held, index.weight_map)
+    for fqn, path in index.weight_map.items():
+        if path not in held or fqn in held[path]:
+            continue
+        if fqn in homes:
+            said = f"{index.path} puts {fqn!r} into {path}, which lacks it; it is in {homes[fqn]}"
+            yield Finding("index-wrong-file", Severity.ERROR, said, fqn, FileRange(homes[fqn], 0, 0))
+        else:
+            said = f"{index.path} puts {fqn!r} into {path}, which lacks it, and so does every other file"
+            yield Finding("index-ghost-tensor", Severity.ERROR, said, fqn, FileRange(path, 0, 0))
+
+
+def _duplicates(index: Index, held: Held) -> Iterator[Finding]:
+    homes = homes_of(held, index.weight_map)
+    first: dict[str, str] = {}
+    for path, names in held.items():
+        for fqn in names:
+            if fqn in first:
+                said = f"{fqn!r} is in {first[fqn]} and in {path}; {homes[fqn]} was taken"
+                yield Finding("duplicate-tensor", Severity.ERROR, said, fqn, FileRange(path, 0, 0))
+            first.setdefault(fqn, path)
+
+
+def _total_size(index: Index, held: Held, sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """``total_size`` is the sum of the tensors' bytes; it can only be judged when all named files were read."""
+    if any(path not in held for path in index.files):
+        return
+    homes = homes_of(held, index.weight_map)
+    expected = sum(held[path][fqn] for fqn, path in homes.items())
+    if index.total_size is None:
+        said = f"{index.path} has no metadata.total_size, expected {expected:,}"
+        yield Finding("total-size", Severity.INFO, said)
+    elif type(index.total_size) is not int or index.total_size != expected:
+        got = f"{index.total_size:,}" if type(index.total_size) is int else repr(index.total_size)[:40]
+        also = " (the sum of the file sizes)" if index.total_size == sum(sizes[path] for path in held) else ""
+        said = f"{index.path} says total_size {got}{also}, expected the sum of the tensors' bytes, {expected:,}"
+        yield Finding("total-size", Severity.WARNING, said)
+
+
+def write_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The JSON of an index, keys sorted as huggingface_hub writes them."""
+    content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,205 @@
+"""Several safetensors files that together hold whole tensors, with the index that Hugging Face writes or without one.
+
+The headers decide: the index says which files belong together and, where a tensor is in two of them, which one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
+from ckpt_tool.formats.safetensors.header import Header
+from ckpt_tool.formats.safetensors.index import Index, contradictions, homes_of, parse_index
+from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
+from ckpt_tool.formats.safetensors.stored import (
+    ResolvedReader,
+    header_findings,
+    header_notes,
+    read_headers,
+    tables,
+    whole_box,
+)
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.storage.store import Listing
+
+__all__ = ["READER", "SafetensorsIndexReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What was found in a folder: the index, the files that belong together, and those that do not."""
+
+    index: Index | None
+    paths: tuple[str, ...]
+    headers: tuple[Header, ...]
+    strays: tuple[str, ...]
+
+    @property
+    def held(self) -> dict[str, dict[str, int]]:
+        """By file: bytes of each tensor in it."""
+        return {p: {e.name: e.nbytes for e in h.entries} for p, h in zip(self.paths, self.headers, strict=True)}
+
+
+class SafetensorsIndexReader(ResolvedReader):
+    """Reads a folder: one request for the index, one per file, two for a long header, one for each companion."""
+
+    name = "safetensors-index"
+
+    def probe(self, source: Source) -> Probe:
+        """By name."""
+        indexes, paths = index_paths(source.listing), plain_paths(source.listing)
+        if indexes:
+            return Probe(0.95, f"{indexes[0]} is an index of safetensors files")
+        if source.listing.entry is None and len(paths) > 1:
+            return Probe(0.7, f"{len(paths):,} safetensors files at the top, without an index")
+        return Probe(0.0, f"no *.safetensors.index.json, and {len(paths)} safetensors files at the top")
+
+    def read(self, source: Source) -> Manifest:
+        """The manifest of what the headers hold.
+
+        ``info`` has ``index`` (its path or None), ``metadata`` (of the first file), ``missing_files`` where the index
+        names files that are not here, and the companions. Notes say where index and headers differ.
+
+        Raises:
+            FormatError: without an index, one tensor is in two files.
+        """
+        found = _contents(source)
+        taken_from = homes_of(found.held, found.index.weight_map if found.index else {})
+        boxes = (
+            whole_box(entry, header, row)
+            for row, (path, header) in enumerate(zip(found.paths, found.headers, strict=True))
+            for entry in header.entries
+            if taken_from[entry.name] == path
+        )
+        tensors, chunks, files = tables(boxes, found.paths, source.listing)
+        info, notes = read_companions(source)
+        missing = [p for p in found.index.files if p not in source.listing] if found.index else []
+        missing += _missing_siblings(found.paths)
+        notes = [*_notes(found, source.listing), *notes, *tied_note(info, tensors.index)]
+        info = {
+            "index": found.index.path if found.index else None,
+            "metadata": dict(found.headers[0].metadata) if found.headers else {},
+            **({"missing_files": missing} if missing else {}),
+            **info,
+        }
+        return Manifest(self.name, source.store.url, tensors, chunks, files, info=info, notes=tuple(notes))
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Index against headers, gaps in numbered names, and what `SafetensorsReader.check` finds.
+
+        Reads the headers again: one request per file.
+        """
+        found = _contents(source)
+        yield from _findings(found, source.listing)
+        yield from tied_findings(source, manifest)
+
+
+def _contents(source: Source) -> _Contents:
+    """Index and headers.
+
+    Raises:
+        FormatError: two indexes to choose from, or one tensor in two files and no index to choose by.
+    """
+    listing = source.listing
+    # A named index still speaks of its siblings.
+    here = plain_paths(replace(listing, entry=None))
+    index = _read_index(source)
+    paths = here
+    if index is not None:
+        named = tuple(p for p in index.files if p in listing)
+        paths = named or here
+    if not paths:
+        if index is None:
+            raise NotFound("no safetensors file", where=listing.url)
+        raise NotFound(
+            f"none of the {len(index.files):,} files that {index.path} names is here",
+            where=listing.url,
+            hint="fetch them: only the index was copied",
+        )
+    headers = read_headers(source, paths)
+    found = _Contents(
+        index, paths, tuple(headers), tuple(p for p in here if index is not None and p not in index.files)
+    )
+    if index is None:
+        _refuse_duplicates(found.held, listing.url)
+    return found
+
+
+def _read_index(source: Source) -> Index | None:
+    indexes = index_paths(source.listing)
+    if len(indexes) > 1 and "model.safetensors.index.json" in indexes:
+        indexes = ("model.safetensors.index.json",)
+    if len(indexes) > 1:
+        raise FormatError(
+            f"{len(indexes)} indexes: {', '.join(indexes)}", where=source.listing.url, hint="name the one to read"
+        )
+    return parse_index(source.read_whole(indexes[0]), indexes[0]) if indexes else None
+
+
+def _refuse_duplicates(held: Mapping[str, Mapping[str, int]], where: str) -> None:
+    first: dict[str, str] = {}
+    for path, names in held.items():
+        for fqn in names:
+            if fqn in first:
+                raise FormatError(
+                    f"{fqn!r} is in {first[fqn]} and in {path}, and no index says which one counts",
+                    where=where,
+                    hint="name one of the files, or move the other away",
+                )
+            first[fqn] = path
+
+
+def _missing_siblings(paths: Sequence[str]) -> list[str]:
+    """Names that numbered files (``-00001-of-00003``) lack among themselves."""
+    families: dict[tuple[str, str], list[re.Match[str]]] = {}
+    for path in paths:
+        numbered = NUMBERED.fullmatch(path)
+        if numbered:
+            families.setdefault((numbered["stem"], numbered["count"]), []).append(numbered)
+    return [
+        f"{stem}-{number:0{len(count)}d}-of-{count}.safetensors"
+        for (stem, count), members in families.items()
+        for number in missing_numbers([int(m["number"]) for m in members], int(count))
+    ]
+
+
+def _findings(found: _Contents, listing: Listing) -> Iterator[Finding]:
+    yield from header_findings(found.paths, found.headers)
+    if found.index is not None:
+        yield from contradictions(found.index, found.held, listing.sizes, found.strays)
+    named = set(found.index.files) if found.index else set()
+    for path in _missing_siblings(found.paths):
+        if path not in named and path not in listing:
+            yield Finding(
+                "missing-file",
+                Severity.ERROR,
+                f"{path} is not here, by the numbers in its siblings' names",
+                where=FileRange(path, 0, 0),
+            )
+
+
+def _notes(found: _Contents, listing: Listing) -> list[str]:
+    notes = header_notes(found.paths, found.headers)
+    kinds: dict[str, list[Finding]] = {}
+    for finding in _findings(found, listing):
+        if finding.kind not in {"shared-bytes", "large-header", "total-size"}:
+            kinds.setdefault(finding.kind, []).append(finding)
+    for findings in kinds.values():
+        more = f" (and {len(findings) - 1:,} more like this)" if len(findings) > 1 else ""
+        notes.append(findings[0].message + more)
+    if kinds and found.index is not None:
+        notes.append(f"where {found.index.path} and the headers of the files differ, the headers were followed")
+    if found.index is None:
+        notes.append(f"no index: all {len(found.paths):,} safetensors files at the top were taken together")
+    pieces = sum(1 for p in listing.sizes if p.startswith("sharded/") and SHARD_FILE.fullmatch(p))
+    if pieces:
+        notes.append(f"sharded/ holds the same tensors in {pieces:,} pieces and was left out")
+    return notes
+
+
+READER = SafetensorsIndexReader()

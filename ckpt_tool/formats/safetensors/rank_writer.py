@@ -1,0 +1,211 @@
+"""Writer of rank files (``rank_schema`` describes the format)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.dtypes import DTYPES, DType
+from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.formats._pickle.dump import dump_pickle
+from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats.safetensors.header import build_header, entry_fields
+from ckpt_tool.formats.safetensors.names import rank_file
+from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, box_fields, rank_metadata
+from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
+from ckpt_tool.manifest.plain import to_plain
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+
+__all__ = ["WRITER", "RankFilesWriter"]
+
+_BYTES = DTYPES["uint8"]
+_SUFFIXES = {"torch_save": ".pt", "pickle": ".pkl"}
+
+
+class RankFilesWriter:
+    """Lays out a file per rank with the boxes that the request gives it: wide elements first, else in its order."""
+
+    name = "rank-files"
+    per_rank = True
+
+    def lay_out(self, request: WriteRequest) -> LayOut:
+        """Every rank gets a file, also one that stores nothing; ``ckpt_layout.json`` is the commit file.
+
+        Empty tensors without a box are stored by rank 0. Objects go into ``ckpt_objects.json`` if they are plain
+        values, else into files of their own: in their original bytes if given, else pickled anew.
+
+        Raises:
+            LayoutError: a tensor has no box, or a rank is outside of the world.
+            Unsupported: a box of a sub-byte type does not end on a byte, or an object cannot be written.
+        """
+        _check(request)
+        n = len(request.boxes)
+        offset, length = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        segments, entries = [], []
+        by_rank = _rows_by_rank(request)
+        for rank in range(request.world_size):
+            path = rank_file(rank)
+            rows = by_rank[rank]
+            described, fields = _describe(request, rows, adds_empty=rank == 0)
+            metadata = rank_metadata(
+                rank=rank,
+                world_size=request.world_size,
+                axes=request.mesh_axes,
+                mesh_sizes=request.mesh_sizes,
+                boxes=fields,
+            )
+            data, header = build_header(described, {**metadata, **request.options.metadata})
+            segments.append(Segment(path, 0, data))
+            entries.append(FileEntry(path, header.data_start + header.payload_nbytes))
+            for row, entry in zip(rows, header.entries, strict=False):  # empty tensors without a row come last
+                offset[row], length[row] = header.data_start + entry.start, entry.nbytes
+        blobs, blob_segments = _lay_out_blobs(request)
+        segments += blob_segments
+        entries += [FileEntry(s.path, len(s.data)) for s in blob_segments]
+        layout = Layout(
+            world_size=request.world_size,
+            files={e.path: e.nbytes for e in entries},
+            axes=request.mesh_axes,
+            mesh_sizes=request.mesh_sizes,
+            blobs=blobs,
+            info=request.info,
+        )
+        segments.append(Segment(LAYOUT_FILE, 0, layout.to_json()))
+        chunks = ChunkTable.from_columns(
+            tensor=request.boxes.tensor,
+            offsets=request.boxes.offsets,
+            sizes=request.boxes.sizes,
+            file=request.boxes.rank,
+            offset=offset,
+            length=length,
+            rank=request.boxes.rank,
+        )
+        mesh = MeshInfo(request.mesh_axes, request.mesh_sizes, LAYOUT_FILE) if request.mesh_axes else None
+        info = {**request.info, "world_size": request.world_size}
+        files = FileTable(tuple(entries))
+        manifest = Manifest(self.name, "", request.tensors, chunks, files, blobs, mesh, info)
+        return LayOut(manifest, tuple(segments), LAYOUT_FILE)
+
+
+def _check(request: WriteRequest) -> None:
+    ranks = request.boxes.rank
+    if len(ranks) and not (int(ranks.min()) >= 0 and int(ranks.max()) < request.world_size):
+        raise LayoutError(
+            f"expected ranks 0 to {request.world_size - 1:,}, got {int(ranks.min()):,} to {int(ranks.max()):,}"
+        )
+    absent = (np.bincount(request.boxes.tensor, minlength=len(request.tensors)) == 0) & (request.tensors.numel > 0)
+    if absent.any():
+        first = request.tensors.fqns[int(np.flatnonzero(absent)[0])]
+        raise LayoutError(f"{int(absent.sum()):,} tensors have no box on any rank, {first!r} is one", where=first)
+    reserved = [key for key in request.options.metadata if key.startswith("ckpt.")]
+    if reserved:
+        raise UsageError(f"metadata key {reserved[0]!r} is one of the format's own")
+
+
+def _rows_by_rank(request: WriteRequest) -> list[IntArray]:
+    """Rows of the boxes of each rank, in the order of their bytes in its file: wide elements first, else as given."""
+    boxes = request.boxes
+    bits = request.tensors.bits[boxes.tensor]
+    order = np.lexsort((np.arange(len(boxes)), -bits, boxes.rank))
+    starts = np.searchsorted(boxes.rank[order], np.arange(request.world_size + 1))
+    return [order[starts[r] : starts[r + 1]].astype(np.int64) for r in range(request.world_size)]
+
+
+def _describe(
+    request: WriteRequest, rows: IntArray, *, adds_empty: bool
+) -> tuple[list[tuple[str, DType, tuple[int, ...]]], dict[str, dict[str, Any]]]:
+    """``(entries, ckpt.boxes)`` of one rank's file."""
+    described: list[tuple[str, DType, tuple[int, ...]]] = []
+    fields: dict[str, dict[str, Any]] = {}
+    for tensor, offsets, sizes in _boxes(request, rows, adds_empty=adds_empty):
+        meta = request.tensors.record(tensor)
+        stored = _free_name(meta.fqn, fields, request)
+        numel = int(np.prod(sizes, dtype=np.int64))
+        if numel * meta.dtype.bits % 8:
+            raise Unsupported(
+                f"a box {offsets}+{sizes} of {meta.dtype.name} does not end on a whole byte",
+                where=meta.fqn,
+                hint="keep tensors of this type whole",
+            )
+        is_bytes = not _is_native(meta.dtype, sizes)
+        described.append((stored, _BYTES, (meta.dtype.nbytes(numel),)) if is_bytes else (stored, meta.dtype, sizes))
+        fields[stored] = box_fields(stored, meta, offsets, sizes, is_bytes=is_bytes)
+    return described, fields
+
+
+def _boxes(
+    request: WriteRequest, rows: IntArray, *, adds_empty: bool
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """``(tensor, offsets, sizes)`` of ``rows``, then of the empty tensors that no row has."""
+    for row in rows:
+        tensor = int(request.boxes.tensor[row])
+        ndim = int(request.tensors.ndim[tensor])
+        offsets, sizes = request.boxes.offsets[row, :ndim].tolist(), request.boxes.sizes[row, :ndim].tolist()
+        yield tensor, tuple(offsets), tuple(sizes)
+    if adds_empty:
+        has_box = np.zeros(len(request.tensors), dtype=np.bool_)
+        has_box[request.boxes.tensor] = True
+        for tensor in np.flatnonzero(~has_box).tolist():
+            shape = request.tensors.shape_of(tensor)
+            yield tensor, (0,) * len(shape), shape
+
+
+def _free_name(fqn: str, taken: dict[str, dict[str, Any]], request: WriteRequest) -> str:
+    """``fqn``, or the first ``fqn@i`` that is neither taken nor the name of another tensor."""
+    if fqn not in taken:
+        return fqn
+    i = 1
+    while f"{fqn}@{i}" in taken or f"{fqn}@{i}" in request.tensors.index:
+        i += 1
+    return f"{fqn}@{i}"
+
+
+def _is_native(dtype: DType, sizes: tuple[int, ...]) -> bool:
+    """Whether safetensors can say this dtype and box."""
+    try:
+        entry_fields(dtype, sizes)
+    except Unsupported:
+        return False
+    return True
+
+
+def _lay_out_blobs(request: WriteRequest) -> tuple[tuple[Blob, ...], list[Segment]]:
+    """Objects with their new places, and the files that hold them."""
+    placed: list[Blob] = []
+    files: list[Segment] = []
+    lines: list[bytes] = []
+    position = 2  # after "[\n"
+    for blob in request.blobs:
+        raw, kind = request.blob_bytes.get(blob.fqn), blob.kind
+        if raw is None:
+            line = _plain_line(blob)
+            if line is not None:
+                where = FileRange(OBJECTS_FILE, position, len(line))
+                lines.append(line)
+                position += len(line) + 2
+                placed.append(replace(blob, kind="json", where=where))
+                continue
+            raw, kind = dump_pickle(blob.value), "pickle"
+        path = f"objects/{len(files):05d}{_SUFFIXES.get(kind, '.bin')}"
+        files.append(Segment(path, 0, bytes(raw)))
+        placed.append(replace(blob, kind=kind, where=FileRange(path, 0, len(raw))))
+    if lines:
+        files.append(Segment(OBJECTS_FILE, 0, b"[\n" + b",\n".join(lines) + b"\n]\n"))
+    return tuple(placed), files
+
+
+def _plain_line(blob: Blob) -> bytes | None:
+    """The object as one line of JSON, None when it is not a plain value."""
+    if not blob.is_loaded:
+        raise Unsupported(f"object {blob.fqn!r} was not loaded, and its original bytes were not given")
+    try:
+        return json.dumps(to_plain(blob.value, blob.fqn), separators=(",", ":"), allow_nan=False).encode()
+    except Unsupported:
+        return None
+
+
+WRITER = RankFilesWriter()

@@ -1,0 +1,169 @@
+"""Writer of whole tensors: one safetensors file, or several with Hugging Face's index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats.safetensors.header import PEER_MAX_HEADER_NBYTES, build_header, entry_fields
+from ckpt_tool.formats.safetensors.index import write_index
+from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
+from ckpt_tool.manifest.model import FileEntry, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+
+__all__ = ["WRITER", "SafetensorsWriter", "split"]
+
+_SLACK_NBYTES = 100_000  # of the reference reader's limit: room for metadata and padding
+
+
+class SafetensorsWriter:
+    """Lays out whole tensors in the request's order, wide elements first within a file so that every one is aligned."""
+
+    name = "safetensors"
+    per_rank = False
+
+    def lay_out(self, request: WriteRequest) -> LayOut:
+        """One file, or numbered files and an index when a limit is exceeded; the index is then the commit file.
+
+        Limits are ``options.max_shard_nbytes`` of payload and the header length that the reference library reads. A
+        tensor larger than the limit gets a file of its own.
+
+        Raises:
+            Unsupported: objects, or dtypes that the format lacks.
+            LayoutError: a tensor is not stored as one whole box.
+        """
+        _check_contents(request)
+        row_of_tensor = _whole_rows(request)
+        metadata = {"format": "pt", **request.options.metadata}
+        header_limit = PEER_MAX_HEADER_NBYTES - _SLACK_NBYTES - sum(len(k) + len(v) for k, v in metadata.items()) * 6
+        files = split(
+            request.tensors, max_shard_nbytes=request.options.max_shard_nbytes, max_header_nbytes=header_limit
+        )
+        stem = _stem(request.options.file_name)
+        names = [stem + SUFFIX]
+        if len(files) > 1:
+            names = [f"{stem}-{i + 1:05d}-of-{len(files):05d}{SUFFIX}" for i in range(len(files))]
+        columns = _Columns.empty(len(request.boxes))
+        segments, entries, weight_map = [], [], {}
+        for file, (name, tensors) in enumerate(zip(names, files, strict=True)):
+            ordered = sorted(tensors, key=lambda t: -request.tensors.dtypes[t].bits)
+            described = [
+                (request.tensors.fqns[t], request.tensors.dtypes[t], request.tensors.shape_of(t)) for t in ordered
+            ]
+            data, header = build_header(described, metadata)
+            segments.append(Segment(name, 0, data))
+            entries.append(FileEntry(name, header.data_start + header.payload_nbytes))
+            for tensor, entry in zip(ordered, header.entries, strict=True):
+                weight_map[entry.name] = name
+                row = row_of_tensor[tensor]
+                if row >= 0:
+                    columns.file[row], columns.offset[row] = file, header.data_start + entry.start
+                    columns.length[row] = entry.nbytes
+        commit_path = None
+        if len(files) > 1:
+            commit_path = stem + INDEX_SUFFIX
+            segments.append(Segment(commit_path, 0, write_index(weight_map, int(request.tensors.nbytes.sum()))))
+        chunks = ChunkTable.from_columns(
+            tensor=request.boxes.tensor,
+            offsets=request.boxes.offsets,
+            sizes=request.boxes.sizes,
+            file=columns.file,
+            offset=columns.offset,
+            length=columns.length,
+        )
+        manifest = Manifest(
+            self.name if commit_path is None else "safetensors-index",
+            "",
+            request.tensors,
+            chunks,
+            FileTable(tuple(entries)),
+            info=dict(request.info),
+        )
+        return LayOut(manifest, tuple(segments), commit_path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    file: IntArray
+    offset: IntArray
+    length: IntArray
+
+    @classmethod
+    def empty(cls, n: int) -> _Columns:
+        return cls(np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64))
+
+
+def split(tensors: TensorTable, *, max_shard_nbytes: int | None, max_header_nbytes: int) -> list[list[int]]:
+    """Rows of ``tensors`` for each file, in order: a file ends before the tensor that would exceed a limit."""
+    files: list[list[int]] = [[]]
+    payload, header = 0, 0
+    for row, nbytes in enumerate(tensors.nbytes.tolist()):
+        # {"NAME":{"dtype":"F8_E4M3FNUZ","shape":[..],"data_offsets":[..,..]}, with numbers of up to 20 digits; a
+        # character of a name takes 4 bytes as UTF-8 or 6 when escaped.
+        described = 110 + 6 * len(tensors.fqns[row]) + 21 * int(tensors.ndim[row])
+        too_long = max_shard_nbytes is not None and payload + nbytes > max_shard_nbytes
+        if files[-1] and (too_long or header + described > max_header_nbytes):
+            files.append([])
+            payload, header = 0, 0
+        files[-1].append(row)
+        payload, header = payload + nbytes, header + described
+    return files
+
+
+def _stem(file_name: str | None) -> str:
+    if file_name is None:
+        return "model"
+    if not file_name.endswith(SUFFIX) or file_name == SUFFIX or "/" in file_name:
+        raise UsageError(f"{file_name!r} is no name for a safetensors file", hint="name it like model.safetensors")
+    return file_name[: -len(SUFFIX)]
+
+
+def _check_contents(request: WriteRequest) -> None:
+    if request.blobs:
+        names = ", ".join(repr(b.fqn) for b in request.blobs[:3])
+        raise Unsupported(
+            f"safetensors holds tensors only, and there are {len(request.blobs):,} other objects: {names}",
+            hint="leave them out with --exclude, or choose --to rank-files, which keeps them",
+        )
+    refused: dict[str, str] = {}
+    for row, dtype in enumerate(request.tensors.dtypes):
+        if dtype.name not in refused:
+            try:
+                entry_fields(dtype, request.tensors.shape_of(row))
+            except Unsupported:
+                refused[dtype.name] = request.tensors.fqns[row]
+    if refused:
+        count = sum(d.name in refused for d in request.tensors.dtypes)
+        listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
+        raise Unsupported(
+            f"safetensors has no such type: {listed}; {count:,} tensors in all",
+            hint="cast them with --dtype, leave them out with --exclude, or choose --to rank-files",
+        )
+
+
+def _whole_rows(request: WriteRequest) -> IntArray:
+    """int64[n_tensors]: the row of each tensor's box, -1 for an empty tensor that has none."""
+    tensors, boxes = request.tensors, request.boxes
+    counts = np.bincount(boxes.tensor, minlength=len(tensors))
+    width = tensors.shape.shape[1]
+    is_part = np.zeros(len(boxes), dtype=np.bool_)
+    if len(boxes):
+        is_part = (boxes.sizes[:, :width] != tensors.shape[boxes.tensor]).any(axis=1)
+    wrong = (counts != 1) & ~((counts == 0) & (tensors.numel == 0))
+    wrong[boxes.tensor[is_part]] = True
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise LayoutError(
+            f"expected one whole box of each tensor, but {int(wrong.sum()):,} tensors are cut, repeated or absent; "
+            f"{tensors.fqns[row]!r} has {int(counts[row]):,} boxes",
+            hint="safetensors files hold whole tensors: choose --to rank-files or dcp for a sharded layout",
+        )
+    rows = np.full(len(tensors), -1, dtype=np.int64)
+    rows[boxes.tensor] = np.arange(len(boxes))
+    return rows
+
+
+WRITER = SafetensorsWriter()
