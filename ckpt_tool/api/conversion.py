@@ -1,0 +1,251 @@
+"""A conversion is a source, a target layout and the plan between them: looked at first, run on request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
+from ckpt_tool.dtypes import DType
+from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
+from ckpt_tool.engine.run import run_plan
+from ckpt_tool.errors import StorageError
+from ckpt_tool.formats.base import BoxTable, LayOut, Writer, WriteRequest, WriterOptions
+from ckpt_tool.layout.mesh import Mesh
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
+from ckpt_tool.plan.build import make_plan
+from ckpt_tool.plan.describe import plan_json
+from ckpt_tool.plan.model import Cast, Plan
+from ckpt_tool.storage.target import open_target
+from ckpt_tool.storage.urls import is_local
+
+__all__ = [
+    "Conversion",
+    "ConversionResult",
+    "Dropped",
+    "Execution",
+    "build_conversion",
+    "cast_model",
+    "default_workers",
+]
+
+_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Something of the source that the target will not have."""
+
+    fqn: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a conversion is run; decided by the caller, the same for every kind."""
+
+    memory_budget_bytes: int
+    n_workers: int
+    overwrite: bool
+    resume: bool
+    durable: bool
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a finished conversion wrote."""
+
+    target_url: str
+    format: str
+    n_tensors: int
+    n_files: int
+    nbytes: int
+    report: RunReport
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema 1: the fields of this record, ``report`` with seconds, bytes and casts."""
+        row = asdict(self)
+        return {"schema": 1, **row}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A plan that is ready to run. Nothing has been written."""
+
+    checkpoint: Checkpoint
+    target_url: str
+    plan: Plan
+    layout: LayOut
+    mesh: Mesh | None
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+    execution: Execution
+    is_single_file: bool
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """Changes of element type."""
+        return self.plan.casts
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Most bytes that the buffers of a run will use."""
+        return _buffer_bytes(self.plan, self.execution.n_workers)
+
+    def summary(self) -> dict[str, Any]:
+        """Schema 1, JSON-able: what will be done: formats, mesh, bytes, requests, memory, casts, drops, notes."""
+        stats = asdict(self.plan.stats)
+        return {
+            "schema": 1,
+            "source": self.checkpoint.url,
+            "source_format": self.checkpoint.format,
+            "target": self.target_url,
+            "target_format": self.layout.manifest.format,
+            "mesh": None if self.mesh is None else dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            "fingerprint": self.plan.fingerprint,
+            **stats,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "casts": [{"fqn": c.fqn, "from": c.source.name, "to": c.target.name} for c in self.casts],
+            "dropped": [asdict(d) for d in self.dropped],
+            "notes": list(self.notes),
+        }
+
+    def plan_json(self) -> Iterator[str]:
+        """Lines of the plan as JSON, see ``plan.describe``."""
+        return plan_json(self.plan)
+
+    def run(self, progress: Callable[[Progress], None] | None = None) -> ConversionResult:
+        """Write the target and give it its name.
+
+        Raises:
+            TargetExists: something is at the target, and overwriting was not asked for.
+            StorageError: no space, or the storage failed; the unfinished target can be resumed.
+        """
+        execution = self.execution
+        target = open_target(
+            self.target_url,
+            overwrite=execution.overwrite,
+            resume=execution.resume,
+            durable=execution.durable,
+            single_file=self.is_single_file,
+        )
+        options = EngineOptions(execution.memory_budget_bytes, execution.n_workers, execution.durable, execution.resume)
+        report = None
+        for event in run_plan(self.plan, self.layout, self.checkpoint.store, target, options):
+            if isinstance(event, RunReport):
+                report = event
+            elif progress is not None:
+                progress(event)
+        if report is None:
+            raise StorageError("the run ended without a report", where=self.target_url)
+        files = self.layout.manifest.files
+        return ConversionResult(
+            target_url=self.target_url,
+            format=self.layout.manifest.format,
+            n_tensors=len(self.layout.manifest.tensors),
+            n_files=len(files),
+            nbytes=int(files.nbytes.sum()),
+            report=report,
+            dropped=self.dropped,
+            notes=self.notes,
+        )
+
+
+def build_conversion(  # noqa: PLR0913 - the parts of a conversion
+    checkpoint: Checkpoint,
+    source: Manifest,
+    target_url: str | os.PathLike[str],
+    *,
+    writer: Writer,
+    tensors: TensorTable,
+    boxes: BoxTable,
+    mesh: Mesh | None,
+    blobs: tuple[Blob, ...],
+    dropped: Sequence[Dropped],
+    notes: Sequence[str],
+    options: WriterOptions,
+    execution: Execution,
+) -> Conversion:
+    """Lay the target out and plan it.
+
+    Args:
+        checkpoint: where bytes come from.
+        source: its manifest, resolved, under the target's names.
+        target_url: folder or file to write.
+        writer: the target's format.
+        tensors: the target's tensors; same fqns and shapes as ``source`` has, dtypes may differ.
+        boxes: boxes of ``tensors`` by rank.
+        mesh: the target's mesh, None for a full checkpoint.
+        blobs: objects to carry over, loaded.
+        dropped: what is left behind.
+        notes: what a person should know.
+        options: choices of the writer.
+        execution: how it will be run.
+    """
+    url = os.fspath(target_url)
+    single = url.endswith(_FILE_SUFFIXES) and not writer.per_rank and options.max_shard_nbytes is None
+    if single:
+        options = replace(
+            options, file_name=url.replace("\\", "/").rsplit("/", 1)[-1] if is_local(url) else url.rsplit("/", 1)[-1]
+        )
+    request = WriteRequest(
+        tensors=tensors,
+        boxes=boxes,
+        world_size=1 if mesh is None else mesh.world_size,
+        blobs=blobs,
+        blob_bytes=_blob_bytes(checkpoint, blobs) if writer.name == "dcp" else {},
+        mesh_axes=() if mesh is None else mesh.axes,
+        mesh_sizes=() if mesh is None else mesh.sizes,
+        info=dict(source.info),
+        options=options,
+    )
+    layout = writer.lay_out(request)
+    limits = plan_limits(execution.memory_budget_bytes, execution.n_workers)
+    plan = make_plan(source, layout.manifest.replace(root=url), limits=limits)
+    return Conversion(
+        checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),
+        execution, single,
+    )  # fmt: skip
+
+
+def _blob_bytes(checkpoint: Checkpoint, blobs: Sequence[Blob]) -> Mapping[str, bytes]:
+    """Original bytes of objects that are torch zips of their own, so that they are carried over unchanged."""
+    own = [blob for blob in blobs if blob.kind == "torch_save" and blob.where is not None]
+    data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
+    return {blob.fqn: content for blob, content in zip(own, data, strict=True)}
+
+
+def cast_model(tensors: TensorTable, dtype: DType | None) -> TensorTable:
+    """``tensors`` with the floating ones of the model section in another dtype; optimizer state keeps its own."""
+    if dtype is None:
+        return tensors
+    model = SECTIONS.index("model")
+    dtypes = tuple(
+        dtype if kind.kind == "float" and section == model else kind
+        for kind, section in zip(tensors.dtypes, tensors.section.tolist(), strict=True)
+    )
+    return replace(tensors, dtypes=dtypes)
+
+
+def whole_boxes(tensors: TensorTable) -> BoxTable:
+    """One box per tensor, on rank 0."""
+    n = len(tensors)
+    offsets: IntArray = np.zeros_like(tensors.shape)
+    return BoxTable(np.arange(n, dtype=np.int32), offsets, tensors.shape, np.zeros(n, dtype=np.int32))
+
+
+def default_workers() -> int:
+    """Threads that are worth having on this machine."""
+    return max(1, min(os.cpu_count() or 1, 8))
+
+
+def _buffer_bytes(plan: Plan, n_workers: int) -> int:
+    """A tile, a packed copy and a cast copy per worker."""
+    return 3 * plan.stats.max_tile_nbytes * max(n_workers, 1)

@@ -1,0 +1,137 @@
+"""Export: whole tensors, usually the weights alone, in a format that other programs load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
+from ckpt_tool.api.conversion import (
+    Conversion,
+    ConversionResult,
+    Dropped,
+    Execution,
+    build_conversion,
+    cast_model,
+    default_workers,
+    whole_boxes,
+)
+from ckpt_tool.api.names import module_names, renamed, tied_groups
+from ckpt_tool.api.selection import select_tensors
+from ckpt_tool.dtypes import dtype as dtype_named
+from ckpt_tool.engine.base import Progress
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import WriterOptions
+from ckpt_tool.formats.registry import writer as writer_named
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.subset import only_tensors
+
+__all__ = ["export", "prepare_export"]
+
+_HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks"})
+
+
+def prepare_export(  # noqa: PLR0913 - one argument per option of the command
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str = "safetensors",
+    everything: bool = False,
+    names: Literal["source", "hf"] = "hf",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    tied: Literal["keep", "drop", "auto"] = "auto",
+    max_shard_nbytes: int | None = None,
+    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    n_workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    durable: bool = True,
+) -> Conversion:
+    """Plan an export; nothing is written yet.
+
+    Args:
+        source: checkpoint of any readable format.
+        target: folder, or a file where the name ends like one (``out.safetensors``, ``out.pt``).
+        to: name of the target format.
+        everything: all sections and objects, not the model's tensors alone.
+        names: ``source`` keeps full names; ``hf`` takes off the trainer's outer key and wrapper prefixes.
+        include: globs or ``re:`` patterns of tensors to take.
+        exclude: globs or ``re:`` patterns of tensors to leave.
+        dtype: cast the model's floating tensors; each cast is reported.
+        tied: tensors that share bytes: ``keep`` writes each, ``drop`` the first only, ``auto`` drops when the source's
+            config says that embeddings are tied.
+        max_shard_nbytes: start a new file before this many bytes.
+        memory_budget_bytes: bound for all buffers.
+        n_workers: threads, None for a number that suits the machine.
+        overwrite: replace what is at the target.
+        resume: go on with an unfinished target.
+        durable: fsync before the target gets its name.
+
+    Raises:
+        CkptError: see ``errors``; anything that would be lost silently is refused instead.
+    """
+    checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
+    selection = select_tensors(
+        checkpoint, include=include, exclude=exclude, sections=None if everything or include else ("model",)
+    )
+    manifest, dropped, notes = selection.manifest, list(selection.dropped), list[str]()
+    manifest, tied_dropped, tied_notes = _without_tied(manifest, tied)
+    dropped += tied_dropped
+    notes += tied_notes
+    if names == "hf":
+        paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
+        manifest = renamed(manifest, dict(zip(manifest.tensors.fqns, module_names(paths), strict=True)))
+    writer = writer_named(to)
+    if writer.per_rank:
+        raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
+    blobs: tuple[Blob, ...] = ()
+    if everything and to in _HOLDS_OBJECTS:
+        blobs = checkpoint.load_blobs()
+    else:
+        dropped += [Dropped(blob.fqn, "not a tensor") for blob in checkpoint.manifest.blobs]
+    tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
+    return build_conversion(
+        checkpoint,
+        manifest,
+        target,
+        writer=writer,
+        tensors=tensors,
+        boxes=whole_boxes(tensors),
+        mesh=None,
+        blobs=blobs,
+        dropped=dropped,
+        notes=notes,
+        options=WriterOptions(max_shard_nbytes=max_shard_nbytes),
+        execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
+    )
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> ConversionResult:
+    """Export a checkpoint; arguments as in ``prepare_export``."""
+    conversion = prepare_export(source, target, **options)
+    with conversion.checkpoint:
+        return conversion.run(progress)
+
+
+def _without_tied(manifest: Manifest, tied: str) -> tuple[Manifest, list[Dropped], list[str]]:
+    """The manifest without tensors that repeat the bytes of an earlier one, as far as ``tied`` says so."""
+    groups = tied_groups(manifest)
+    if not groups:
+        return manifest, [], []
+    says_tied = bool(manifest.info.get("config", {}).get("tie_word_embeddings"))
+    named = "; ".join(" = ".join(group) for group in groups[:3])
+    if tied == "keep" or (tied == "auto" and not says_tied):
+        return manifest, [], [f"{len(groups):,} groups of tensors share their bytes and are each written: {named}"]
+    repeats = {fqn: group[0] for group in groups for fqn in group[1:]}
+    keep = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in repeats]
+    dropped = [Dropped(fqn, f"shares its bytes with {first}") for fqn, first in repeats.items()]
+    return only_tensors(manifest, keep), dropped, []

@@ -1,0 +1,183 @@
+"""Reshard: the same tensors, cut for another mesh, in any format that can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
+from ckpt_tool.api.conversion import (
+    Conversion,
+    ConversionResult,
+    Execution,
+    build_conversion,
+    cast_model,
+    default_workers,
+    whole_boxes,
+)
+from ckpt_tool.api.rank_state import carry_rank_state
+from ckpt_tool.api.selection import select_tensors
+from ckpt_tool.dtypes import dtype as dtype_named
+from ckpt_tool.engine.base import Progress
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import BoxTable, WriterOptions
+from ckpt_tool.formats.registry import writer as writer_named
+from ckpt_tool.geometry.overlaps import exact_duplicates
+from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
+from ckpt_tool.layout.place import Placed, place
+from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.plan.assign import choose_replicas
+
+__all__ = ["prepare_reshard", "reshard"]
+
+_DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
+_WHOLE_FORMATS = frozenset({"safetensors", "torch-save"})
+
+
+def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    mesh: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    to: str = "dcp",
+    rules: str | os.PathLike[str] | None = None,
+    default: Literal["shard0", "replicate"] | None = None,
+    dp_mode: Literal["shard", "replicate"] = "shard",
+    replicas: Literal["auto", "once", "all"] = "auto",
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rank_state: Literal["keep", "drop"] | None = None,
+    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    n_workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    durable: bool = True,
+) -> Conversion:
+    """Plan a reshard; nothing is written yet.
+
+    Args:
+        source: checkpoint of any readable format.
+        target: folder to write.
+        mesh: axes and sizes in rank order, slowest first (``pp=2,dp=4,tp=2``); instead of the four sizes.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        dp: data-parallel ranks.
+        ep: expert-parallel ranks, a divisor of ``dp``.
+        to: name of the target format.
+        rules: rules file that adds to or overrides the built-in families.
+        default: what to do with tensors that no rule covers, None to stop with their list.
+        dp_mode: ``shard`` cuts over data-parallel ranks (FSDP), ``replicate`` stores one copy.
+        replicas: ``once`` stores each box once, spread by bytes over the ranks that hold it; ``all`` on each of them;
+            ``auto`` is ``once`` where a format has global metadata, and else once per data-parallel group.
+        dtype: cast the model's floating tensors; each cast is reported.
+        include: globs or ``re:`` patterns of tensors to take.
+        exclude: globs or ``re:`` patterns of tensors to leave.
+        rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes.
+        memory_budget_bytes: bound for all buffers.
+        n_workers: threads, None for a number that suits the machine.
+        overwrite: replace what is at the target.
+        resume: go on with an unfinished target.
+        durable: fsync before the target gets its name.
+
+    Raises:
+        LayoutError: names that no rule covers, or a mesh that does not fit.
+        CkptError: see ``errors``.
+    """
+    if mesh is not None and (tp, pp, dp, ep) != (1, 1, 1, 1):
+        raise UsageError("--mesh already names the sizes of all axes", hint="leave out --tp, --pp, --dp and --ep")
+    target_mesh = parse_mesh(mesh) if mesh is not None else default_mesh(tp=tp, pp=pp, dp=dp, ep=ep)
+    writer = writer_named(to)
+    if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
+        raise UsageError(
+            f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
+            hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
+        )
+    checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
+    selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None)
+    manifest = selection.manifest
+    blobs, dropped = carry_rank_state(checkpoint.load_blobs(), dp_size=_data_size(target_mesh), policy=rank_state)
+    tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
+    notes: tuple[str, ...] = ()
+    if target_mesh.world_size == 1:
+        boxes = whole_boxes(tensors)
+    else:
+        placed = place(
+            tensors.fqns,
+            tensors.shape,
+            tensors.ndim,
+            target_mesh,
+            rules=None if rules is None else _read_rules(rules),
+            dp_mode=dp_mode,
+            default=default,
+        )
+        notes = placed.notes
+        policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
+        boxes = _stored_boxes(placed, tensors, target_mesh, policy)
+    return build_conversion(
+        checkpoint,
+        manifest,
+        target,
+        writer=writer,
+        tensors=tensors,
+        boxes=boxes,
+        mesh=target_mesh,
+        blobs=blobs,
+        dropped=(*selection.dropped, *dropped),
+        notes=notes,
+        options=WriterOptions(),
+        execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
+    )
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> ConversionResult:
+    """Reshard a checkpoint; arguments as in ``prepare_reshard``."""
+    conversion = prepare_reshard(source, target, **options)
+    with conversion.checkpoint:
+        return conversion.run(progress)
+
+
+def _read_rules(path: str | os.PathLike[str]) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _data_size(mesh: Mesh) -> int:
+    """Number of data-parallel ranks: those that read different data."""
+    size = 1
+    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
+        if (axis in _DATA_AXES and axis != "cp") or axis == "ep":
+            size *= n
+    return size
+
+
+def _stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, policy: str) -> BoxTable:
+    """The boxes that are written: every replica, one per data-parallel group, or one."""
+    rows = np.arange(len(placed.tensor))
+    if policy != "all":
+        group = placed.tensor.astype(np.int64)
+        if policy == "groups":  # replicas on other model-parallel ranks are needed there
+            coords = mesh.coords()
+            kept = [i for i, axis in enumerate(mesh.axes) if axis not in _DATA_AXES]
+            place_number = np.zeros(mesh.world_size, dtype=np.int64)
+            for axis in kept:
+                place_number = place_number * mesh.sizes[axis] + coords[:, axis]
+            group = group * mesh.world_size + place_number[placed.rank]
+        same = exact_duplicates(placed.offsets, placed.sizes, group)
+        nbytes = np.prod(placed.sizes, axis=1) * tensors.bits[placed.tensor] // 8
+        rows = choose_replicas(same, placed.rank.astype(np.int64), nbytes, mesh.world_size)
+    order = rows[np.lexsort((placed.rank[rows], placed.tensor[rows]))]
+    return BoxTable(placed.tensor[order], placed.offsets[order], placed.sizes[order], placed.rank[order])

@@ -1,0 +1,30 @@
+"""Part of a manifest: some tensors with their chunks, over the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckpt_tool.manifest.model import Manifest
+
+__all__ = ["only_tensors"]
+
+
+def only_tensors(manifest: Manifest, rows: Sequence[int]) -> Manifest:
+    """``manifest`` with only the tensors at ``rows``, in table order, and their chunks."""
+    if len(rows) == len(manifest.tensors):
+        return manifest
+    new_number = np.full(len(manifest.tensors), -1, dtype=np.int64)
+    new_number[list(rows)] = np.arange(len(rows))
+    kept = np.flatnonzero(new_number[manifest.chunks.tensor] >= 0)
+    tensors = manifest.tensors.take(rows)
+    width = tensors.shape.shape[1]
+    chunks = manifest.chunks.take(kept)
+    chunks = chunks.replace(
+        tensor=new_number[chunks.tensor].astype(np.int32),
+        offsets=chunks.offsets[:, :width],
+        sizes=chunks.sizes[:, :width],
+        strides=None if chunks.strides is None else chunks.strides[:, :width],
+    )
+    return manifest.replace(tensors=tensors, chunks=chunks)
