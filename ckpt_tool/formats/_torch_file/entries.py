@@ -1,0 +1,229 @@
+"""An entry is one tensor or one value of a saved object, with the keys that lead to it.
+
+What counts as one value follows torch's flattening (``torch/distributed/checkpoint/_traverse.py``): dicts are always
+entered, lists when something in them is a tensor or a dict, other objects only when a tensor is somewhere inside. So a
+tuple of betas, a random state and a ``Namespace`` of arguments are one value each. Knows no file and no byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._pickle.nodes import Stub
+from ckpt_tool.formats._pickle.tensors import (
+    InlineTensorRef,
+    MetaTensorRef,
+    QuantizedTensorRef,
+    SparseTensorRef,
+    TensorRef,
+    WrapperRef,
+)
+from ckpt_tool.formats._pickle.walk import MAX_VALUES, plain
+from ckpt_tool.manifest.model import KeyPath
+
+__all__ = ["Entries", "Entry", "entries_of"]
+
+_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_PLACED = frozenset({"DTensor", "ShardedTensor"})
+_COMPRESSED_PARTS = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+_NESTED_PARTS = ("values", "sizes", "strides", "offsets")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor or value."""
+
+    fqn: str
+    """Keys joined by dots; with ``#2``, ``#3`` ... behind where an earlier entry has that name."""
+    path: KeyPath
+    value: Any
+    """``TensorRef`` or ``WrapperRef`` of a tensor, anything else for a value."""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor with bytes of its own."""
+        return isinstance(self.value, (TensorRef, WrapperRef))
+
+
+@dataclass(slots=True)
+class Entries:
+    """All entries of an object, in the pickle's order."""
+
+    items: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Tensors that are kept in parts or left out, and names that collide."""
+    int_keyed: list[str] = field(default_factory=list)
+    """Dotted names of dicts with integer keys, which a path cannot tell from lists."""
+
+
+def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
+    """Tensors and values of an unpickled object.
+
+    Sparse, quantized and nested tensors, and wrappers other than DTensor and ShardedTensor, become their parts
+    (``weight.indices``, ``weight.values``). Objects of unknown classes become their attributes; of a pickled module
+    only parameters, buffers and submodules are taken, under the names that its ``state_dict`` would give them.
+
+    Args:
+        root: what ``load_pickle`` returned.
+        prefix: keys to put in front of all paths.
+
+    Raises:
+        FormatError: the object spells out more values than any checkpoint has.
+    """
+    found = Entries()
+    holders = _holders(root)
+    classes: dict[str, None] = {}
+    taken: set[str] = set()
+    for path, value in _walk(root, prefix, holders, found, classes):
+        name = ".".join(map(str, path)) or "value"
+        fqn, count = name, 1
+        while fqn in taken:
+            count += 1
+            fqn = f"{name}#{count}"
+        taken.add(fqn)
+        if fqn != name:
+            found.notes.append(f"{name!r} is the name of more than one entry; keys {list(path)} are called {fqn!r}")
+        found.items.append(Entry(fqn, path, value))
+    if classes:
+        found.notes.append(f"pickled objects of {', '.join(classes)}: their tensors are read, their code is not here")
+    return found
+
+
+def _walk(
+    root: Any, prefix: KeyPath, holders: set[int], found: Entries, classes: dict[str, None]
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Entries in order; a container is entered once per path, and never inside of itself."""
+    inside: set[int] = set()
+    stack: list[tuple[KeyPath, int, Iterator[tuple[str | int, Any]]]] = []
+    pending: tuple[KeyPath, Any] | None = (prefix, root)
+    n_values = 0
+    while pending is not None or stack:
+        if pending is None:
+            path, identity, children = stack[-1]
+            following = next(children, None)
+            if following is None:
+                stack.pop()
+                inside.discard(identity)
+                continue
+            pending = ((*path, following[0]), following[1])
+        path, value = pending
+        pending = None
+        n_values += 1
+        if n_values > MAX_VALUES:
+            raise FormatError(f"the pickle spells out more than {MAX_VALUES:,} values: its parts contain each other")
+        if id(value) in inside:
+            continue
+        if not _is_entered(value, holders):
+            if isinstance(value, MetaTensorRef):
+                name = ".".join(map(str, path))
+                found.notes.append(f"{name!r} is a meta tensor {list(value.shape)} without data; it is left out")
+            else:
+                yield path, value
+            continue
+        if isinstance(value, dict) and any(type(key) is int for key in value):
+            found.int_keyed.append(".".join(map(str, path)))
+        note = _note(value, classes)
+        if note is not None:
+            found.notes.append(f"{'.'.join(map(str, path))!r} {note}")
+        inside.add(id(value))
+        stack.append((path, id(value), iter(_children(value))))
+
+
+def _is_entered(value: Any, holders: set[int]) -> bool:
+    """Whether the parts of ``value`` are entries, not ``value`` itself."""
+    if isinstance(value, dict):
+        return bool(value)
+    if isinstance(value, list) and any(isinstance(item, dict) and item for item in value):
+        return True
+    return id(value) in holders
+
+
+def _children(value: Any) -> list[tuple[str | int, Any]]:
+    """Parts with the key that leads to each; empty for what has none."""
+    if isinstance(value, dict):
+        return [(_label(key), item) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(enumerate(value))
+    if isinstance(value, Stub):
+        return _stub_children(value)
+    if isinstance(value, SparseTensorRef):
+        return list(zip(_COMPRESSED_PARTS.get(value.layout, ()), value.parts, strict=False))
+    if isinstance(value, QuantizedTensorRef):
+        return [("values", value.tensor), ("scale", value.scale), ("zero_point", value.zero_point)]
+    if isinstance(value, WrapperRef) and value.cls.last not in _PLACED:
+        states = value.state if isinstance(value.state, tuple) else (value.state,)
+        return [(_label(key), item) for state in states if isinstance(state, dict) for key, item in state.items()]
+    return []
+
+
+def _stub_children(stub: Stub) -> list[tuple[str | int, Any]]:
+    if stub.cls.last == "_rebuild_nested_tensor":
+        return list(zip(_NESTED_PARTS, stub.args, strict=False))
+    states = [s for s in (stub.state if isinstance(stub.state, tuple) else (stub.state,)) if isinstance(s, dict)]
+    if states and all(isinstance(states[0].get(key), dict) for key in _MODULE_KEYS):
+        parts = chain.from_iterable(states[0][key].items() for key in _MODULE_KEYS)
+        return [(_label(key), item) for key, item in parts if item is not None]
+    named = [(_label(key), item) for state in states for key, item in state.items()]
+    stored = [(_label(key), item) for key, item in stub.entries]
+    return [*enumerate(stub.args), *named, *stored, *enumerate(stub.items)]
+
+
+def _note(value: Any, classes: dict[str, None]) -> str | None:
+    """What a person should know about something that is kept in parts."""
+    if isinstance(value, SparseTensorRef):
+        return f"is a {value.layout} tensor {list(value.shape)}, kept as its index and value tensors"
+    if isinstance(value, QuantizedTensorRef):
+        return f"is quantized ({value.scheme}): its values are integers, scale and zero point stand beside them"
+    if isinstance(value, WrapperRef):
+        return f"is a {value.cls.qualified} {list(value.shape)}, kept as the tensors inside it"
+    if isinstance(value, Stub) and value.cls.last == "_rebuild_nested_tensor":
+        return "is a nested tensor, kept as its values, sizes, strides and offsets"
+    if isinstance(value, Stub):
+        classes.setdefault(value.cls.qualified)
+    return None
+
+
+def _label(key: Any) -> str | int:
+    """A dict's key as part of a path."""
+    if type(key) is str or (type(key) is int and key.bit_length() <= 256):
+        return key
+    return str(plain(key))
+
+
+def _holders(root: Any) -> set[int]:
+    """Identities of everything that has a tensor somewhere inside, found by climbing up from the tensors."""
+    parents: dict[int, list[int]] = {id(root): []}
+    tensors: list[int] = []
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        children = _children(value)
+        if isinstance(value, (TensorRef, WrapperRef, InlineTensorRef, MetaTensorRef)) and not children:
+            tensors.append(id(value))
+        for _, child in children:
+            if isinstance(child, (str, bytes, int, float, type(None))):
+                continue
+            known = parents.get(id(child))
+            if known is None:
+                parents[id(child)] = [id(value)]
+                waiting.append(child)
+            else:
+                known.append(id(value))
+    held: set[int] = set()
+    waiting_ids = [parent for tensor in tensors for parent in parents[tensor]]
+    while waiting_ids:
+        identity = waiting_ids.pop()
+        if identity not in held:
+            held.add(identity)
+            waiting_ids += parents[identity]
+    return held

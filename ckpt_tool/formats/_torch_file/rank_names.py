@@ -1,0 +1,117 @@
+"""A rank file set is the files of one checkpoint whose names differ only in a rank number, and in what they hold.
+
+Only names are looked at: ``model_world_size_4_rank_0.pt``, ``optim_world_size_4_rank_0.pt`` (verl),
+``pytorch_model_fsdp_0_rank0.bin``, ``optimizer_0_rank0.bin`` (accelerate), ``shard.rank3.pt``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["RankFile", "RankFileSet", "find_sets", "rank_file"]
+
+_RANK = re.compile(
+    r"(?P<stem>.*?)(?:[._-]?world_?size[._-]?(?P<world>[0-9]{1,7}))?[._-]?rank[._-]?(?P<rank>[0-9]{1,7})"
+    r"(?P<rest>(?:[._-][A-Za-z0-9]+)*?)\.(?P<suffix>pt|pth|bin|ckpt|pkl)",
+    re.IGNORECASE,
+)
+# Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
+_OTHER_AXES = re.compile(r"(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
+_KINDS = (
+    ("optim", re.compile(r"(?:^|[._-])(?:optim|optimizer|opt)(?:[._-]|$)", re.IGNORECASE)),
+    (
+        "extra_state",
+        re.compile(r"(?:^|[._-])(?:extra|rng|random|scheduler|sampler|dataloader)(?:[._-]|$)", re.IGNORECASE),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One file of a set, as its name tells."""
+
+    path: str
+    kind: str
+    """``model``, ``optim`` or ``extra_state``."""
+    family: str
+    """The name without its rank: files that differ in nothing else have the same."""
+    rank: int
+    world_size: int | None
+    """As the name says it, None where it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFileSet:
+    """Files of one checkpoint."""
+
+    files: tuple[RankFile, ...]
+    """Sorted by kind (model first), family, rank."""
+    world_size: int
+    """From the names; where these do not tell, one more than the highest rank."""
+    is_stated: bool
+    """Whether the names tell the world size."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Paths that should be there: each family should have a file of every rank."""
+        known = {(file.family, file.rank) for file in self.files}
+        samples = {file.family: file for file in self.files}
+        return tuple(
+            _with_rank(sample, rank)
+            for family, sample in samples.items()
+            for rank in range(self.world_size)
+            if (family, rank) not in known
+        )
+
+
+def rank_file(path: str) -> RankFile | None:
+    """What a file's name says about it, None when it names no rank.
+
+    >>> found = rank_file("optim_world_size_4_rank_3.pt")
+    >>> found.kind, found.rank, found.world_size
+    ('optim', 3, 4)
+    >>> rank_file("mp_rank_00_model_states.pt") is None
+    True
+    """
+    match = _RANK.fullmatch(path.rpartition("/")[2])
+    if match is None or _OTHER_AXES.search(match["stem"]):
+        return None
+    label = f"{match['stem']}{match['rest']}"
+    kind = next((kind for kind, pattern in _KINDS if pattern.search(label)), "model")
+    start = len(path) - len(match.string) + match.start("rank")
+    family = f"{path[:start]}*{path[start + len(match['rank']) :]}"
+    return RankFile(path, kind, family, int(match["rank"]), None if match["world"] is None else int(match["world"]))
+
+
+def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
+    """The sets among files of one folder, the largest first; sets differ in the world size that their names state.
+
+    A name that states no world size makes a set only together with others that state none.
+    """
+    by_world: dict[int | None, list[RankFile]] = {}
+    for path in paths:
+        found = rank_file(path)
+        if found is not None:
+            by_world.setdefault(found.world_size, []).append(found)
+    order = {"model": 0, "optim": 1, "extra_state": 2}
+    sets = [
+        RankFileSet(
+            files=tuple(sorted(files, key=lambda file: (order[file.kind], file.family, file.rank))),
+            world_size=max(1 + max(file.rank for file in files), stated or 0),
+            is_stated=stated is not None,
+        )
+        for stated, files in by_world.items()
+    ]
+    return sorted(sets, key=lambda found: -len(found.files))
+
+
+def _with_rank(sample: RankFile, rank: int) -> str:
+    """The path that another rank's file of the same family has, with as many digits."""
+    head, _, tail = sample.family.partition("*")
+    width = len(sample.path) - len(head) - len(tail)
+    digits = (
+        str(rank).zfill(width) if sample.path[len(head) : len(sample.path) - len(tail)].startswith("0") else str(rank)
+    )
+    return f"{head}{digits}{tail}"
