@@ -136,7 +136,7 @@ class Conversion:
             durable=execution.durable,
             single_file=self.is_single_file,
         )
-        options = EngineOptions(execution.memory_budget_bytes, execution.n_workers, execution.durable, execution.resume)
+        options = EngineOptions(execution.memory_budget_bytes, execution.n_workers, execution.durable)
         report = None
         for event in run_plan(self.plan, self.layout, self.checkpoint.store, target, options):
             if isinstance(event, RunReport):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,12 +23,14 @@ from ckpt_tool.api.rank_state import carry_rank_state
 from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats.base import BoxTable, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.geometry.overlaps import exact_duplicates
+from ckpt_tool.layout.family import detect_family
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
 from ckpt_tool.layout.place import Placed, place
+from ckpt_tool.layout.rules import RuleSet, load_rules
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 
@@ -109,16 +112,18 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     if target_mesh.world_size == 1:
         boxes = whole_boxes(tensors)
     else:
+        needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
+        rule_set, evidence = _rules(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
         placed = place(
             tensors.fqns,
             tensors.shape,
-            tensors.ndim,
             target_mesh,
-            rules=None if rules is None else _read_rules(rules),
+            rule_set,
             dp_mode=dp_mode,
             default=default,
+            ndim=tensors.ndim,
         )
-        notes = placed.notes
+        notes = (*evidence, *placed.notes) if needs_rules else placed.notes
         policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
         boxes = _stored_boxes(placed, tensors, target_mesh, policy)
     return build_conversion(
@@ -150,9 +155,25 @@ def reshard(
         return conversion.run(progress)
 
 
-def _read_rules(path: str | os.PathLike[str]) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+def _rules(
+    fqns: Sequence[str], path: str | os.PathLike[str] | None, *, is_optional: bool
+) -> tuple[RuleSet, tuple[str, ...]]:
+    """The user's rules in front of those of the family that the names fit, and how the family was told."""
+    text = ""
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error
+    source = "rules" if path is None else os.fspath(path)
+    try:
+        detection = detect_family(fqns)
+    except LayoutError:
+        if path is None and not is_optional:
+            raise
+        return load_rules(text, source=source), ()
+    evidence = tuple(f"family {sentence}" for sentence in detection.evidence)
+    return (detection.family if path is None else load_rules(text, source=source, base=detection.family)), evidence
 
 
 def _data_size(mesh: Mesh) -> int:

@@ -17,8 +17,6 @@ class EngineOptions:
     """Threads that move bytes."""
     durable: bool = True
     """fsync before the target gets its name."""
-    resume: bool = False
-    """Skip the units that the journal of an unfinished run lists."""
 
 
 @dataclass(frozen=True, slots=True)

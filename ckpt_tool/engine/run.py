@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -40,14 +41,24 @@ def run_plan(
     Raises:
         StorageError: no space, or the storage failed; the unfinished target stays and can be resumed.
     """
+    try:
+        yield from _run(plan, layout, store, target, options)
+    except BaseException:
+        target.abandon()
+        raise
+
+
+def _run(
+    plan: Plan, layout: LayOut, store: Store, target: Target, options: EngineOptions
+) -> Iterator[Progress | RunReport]:
     started = time.perf_counter()
-    _check_space(plan, target, is_resume=options.resume)
+    _check_space(plan, target)
     files = layout.manifest.files
+    journal = Journal(Path(target.journal_path), plan.fingerprint) if target.journal_path is not None else None
+    done = dict(journal.load()) if journal is not None and target.is_resumed else {}
     for entry in files:
-        target.create(entry.path, entry.nbytes)
-    journal = Journal(target.journal_path, plan.fingerprint) if target.journal_path is not None else None
-    done = dict(journal.load()) if journal is not None and options.resume else {}
-    sink = RandomSink(target) if target.is_random_access else OrderedSink(target, _early(layout))
+        target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
+    sink = OrderedSink(target, _early(layout)) if target.is_sequential else RandomSink(target)
     total = plan.stats.written_nbytes
     unit_nbytes = _unit_nbytes(plan)
     resumed = int(sum(unit_nbytes[unit] for unit in done))
@@ -55,7 +66,7 @@ def run_plan(
     moved = 0
     unflushed: list[UnitRecord] = []
     unflushed_nbytes = 0
-    n_workers = options.n_workers if target.is_random_access else 1
+    n_workers = 1 if target.is_sequential else options.n_workers
     for event in run_units(todo, lambda: Worker(plan, store, sink, with_crc32=layout.needs_crc32), n_workers=n_workers):
         if isinstance(event, int):
             moved += event
@@ -75,9 +86,9 @@ def run_plan(
     yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts)
 
 
-def _check_space(plan: Plan, target: Target, *, is_resume: bool) -> None:
+def _check_space(plan: Plan, target: Target) -> None:
     free = target.free_bytes()
-    if free is not None and not is_resume and plan.stats.target_nbytes > free:
+    if free is not None and not target.is_resumed and plan.stats.target_nbytes > free:
         raise StorageError(
             f"needs {format_bytes(plan.stats.target_nbytes)}, {format_bytes(free)} are free "
             f"({plan.stats.target_nbytes:,} and {free:,} bytes)",
