@@ -1,0 +1,244 @@
+"""Choosing tensors by name, and elements of one tensor by slices, as people type them.
+
+A *pattern* is a glob over the whole fqn or, after ``re:``, a regular expression found anywhere in it. A *slice text* is
+``NAME[0:4, :]`` as numpy writes it. Knows no command line and no bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt_tool.errors import NotFound, UsageError
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.tables import SECTIONS, IntArray
+
+if TYPE_CHECKING:
+    from ckpt_tool.manifest.model import Manifest
+
+__all__ = ["Index", "expand_braces", "matching", "parse_slice", "select", "slice_box"]
+
+Index = tuple["slice | int | EllipsisType", ...]
+
+_MAX_EXPANSIONS = 10_000
+_SLICE_EXAMPLE = 'write it like "NAME[0:4, :]": whole numbers, ":" and "..." only'
+
+
+def select(
+    manifest: Manifest,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sections: Sequence[str] = (),
+) -> IntArray:
+    """Rows of ``manifest.tensors`` that fit, in table order.
+
+    Args:
+        manifest: where to look.
+        include: patterns of which one must match; none for all tensors.
+        exclude: patterns of which none may match.
+        sections: ``model``, ``optimizer``, ``other``; none for all.
+
+    Raises:
+        NotFound: a pattern matches no tensor (the hint names near ones), or nothing is left.
+        UsageError: no such section, or a pattern that cannot be read.
+    """
+    tensors = manifest.tensors
+    keep = np.ones(len(tensors), dtype=np.bool_)
+    for section in sections:
+        if section not in SECTIONS:
+            raise UsageError(f"{section!r} is no section", hint="one of: " + " ".join(SECTIONS))
+    if sections:
+        keep &= np.isin(tensors.section, [SECTIONS.index(s) for s in sections])
+    if include:
+        keep &= _any_of(include, tensors.fqns, manifest.root)
+    if exclude:
+        keep &= ~_any_of(exclude, tensors.fqns, manifest.root)
+    if not keep.any() and (include or exclude or sections):
+        raise NotFound(
+            f"none of {len(tensors):,} tensors is left: include {list(include)}, exclude {list(exclude)}, sections "
+            f"{list(sections)}",
+            where=manifest.root or None,
+        )
+    return np.flatnonzero(keep).astype(np.int64)
+
+
+def _any_of(patterns: Sequence[str], fqns: Sequence[str], root: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    found = np.zeros(len(fqns), dtype=np.bool_)
+    for pattern in patterns:
+        hits = matching(pattern, fqns)
+        if not hits:
+            near = _near(pattern, fqns)
+            hint = "did you mean " + " or ".join(near) if near else 'names have dots, and "*" crosses them'
+            raise NotFound(f"no tensor fits {pattern!r} among {len(fqns):,}", where=root or None, hint=hint)
+        found[hits] = True
+    return found
+
+
+def matching(pattern: str, fqns: Sequence[str]) -> list[int]:
+    """Positions of the fqns that fit one pattern.
+
+    In a glob ``*`` stands for any text, dots included, ``?`` for one character, ``[0-3]`` for one of several, and
+    ``{a,b}`` for either; a name always fits itself.
+
+    >>> matching("*.{q,k}.weight", ["a.q.weight", "a.v.weight", "b.c.k.weight"])
+    [0, 2]
+    >>> matching("re:^b", ["a.b", "b.a"])
+    [1]
+
+    Raises:
+        UsageError: the pattern cannot be read.
+    """
+    if pattern.startswith("re:"):
+        try:
+            search = re.compile(pattern[3:]).search
+        except re.error as error:
+            raise UsageError(f"{pattern!r} is no regular expression: {error}") from error
+        return [i for i, fqn in enumerate(fqns) if search(fqn)]
+    glob = re.compile("|".join(_glob_regex(text) for text in expand_braces(pattern)), re.DOTALL)
+    return [i for i, fqn in enumerate(fqns) if fqn == pattern or glob.fullmatch(fqn)]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Every text that ``{a,b}`` in ``pattern`` stands for; braces may be nested.
+
+    >>> expand_braces("x{1,2{a,b}}y")
+    ['x1y', 'x2ay', 'x2by']
+
+    Raises:
+        UsageError: a brace without its partner, or more than 10,000 texts.
+    """
+    start = pattern.find("{")
+    if start < 0:
+        if "}" in pattern:
+            raise UsageError(f"{pattern!r} closes a brace that it does not open")
+        return [pattern]
+    if "}" in pattern[:start]:
+        raise UsageError(f"{pattern!r} closes a brace that it does not open")
+    depth, cuts = 0, [start]
+    for position in range(start, len(pattern)):
+        character = pattern[position]
+        depth += (character == "{") - (character == "}")
+        if depth == 1 and character == ",":
+            cuts.append(position)
+        if depth == 0:
+            cuts.append(position)
+            break
+    else:
+        raise UsageError(f"{pattern!r} opens a brace that it does not close")
+    tails = expand_braces(pattern[cuts[-1] + 1 :])
+    middles = [text for i in range(len(cuts) - 1) for text in expand_braces(pattern[cuts[i] + 1 : cuts[i + 1]])]
+    if len(middles) * len(tails) > _MAX_EXPANSIONS:
+        raise UsageError(f"{pattern!r} stands for more than {_MAX_EXPANSIONS:,} names")
+    return [pattern[:start] + middle + tail for middle in middles for tail in tails]
+
+
+def _glob_regex(glob: str) -> str:
+    """A regular expression for a glob without braces."""
+    parts = []
+    for piece in re.findall(r"\[[!^]?\]?[^\]]*\]|\*+|\?|.", glob, re.DOTALL):
+        if piece[0] == "*":
+            parts.append(".*")
+        elif piece == "?":
+            parts.append(".")
+        elif len(piece) > 2:
+            negated = piece[1] in "!^"
+            inner = piece[1 + negated : -1].replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]")
+            inner = inner.replace("&&", "&\\&").replace("||", "|\\|").replace("~~", "~\\~").replace("--", "-\\-")
+            parts.append(f"[{'^' if negated else ''}{inner}]")
+        else:
+            parts.append(re.escape(piece))
+    text = "".join(parts)
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{glob!r} has a character range that cannot be read: {error}") from error
+    return text
+
+
+def _near(pattern: str, fqns: Sequence[str]) -> list[str]:
+    """Up to three names that look like the pattern without its wildcards."""
+    plain = re.sub(r"re:|[*?{}\[\]^$\\()|]", "", pattern)
+    containing = [fqn for fqn in fqns if plain and plain.casefold() in fqn.casefold()]
+    return containing[:3] or difflib.get_close_matches(plain, fqns[:50_000], n=3, cutoff=0.4)
+
+
+def parse_slice(text: str) -> tuple[str, Index]:
+    """``(fqn, index)`` of ``NAME[0:4, :]``; the index is empty for a bare name.
+
+    >>> parse_slice("w[0:4, :, -1]")
+    ('w', (slice(0, 4, None), slice(None, None, None), -1))
+    >>> parse_slice("w")
+    ('w', ())
+
+    Raises:
+        UsageError: not a slice that can be read as one box: a step, a list, a name.
+    """
+    if not text.endswith("]") or "[" not in text:
+        return text, ()
+    fqn, _, inside = text[:-1].rpartition("[")
+    if not fqn:
+        raise UsageError(f"{text!r} names no tensor", hint=_SLICE_EXAMPLE)
+    index = tuple(_parse_item(item.strip(), text) for item in inside.split(","))
+    if index.count(Ellipsis) > 1:
+        raise UsageError(f'{text!r} has "..." twice', hint=_SLICE_EXAMPLE)
+    return fqn, index
+
+
+def _parse_item(item: str, text: str) -> slice | int | EllipsisType:
+    if item == "...":
+        return Ellipsis
+    parts = item.split(":")
+    numbers = [_parse_number(part.strip(), text) for part in parts]
+    if len(numbers) == 1:
+        if numbers[0] is None:
+            raise UsageError(f"{text!r} has an empty place between its commas", hint=_SLICE_EXAMPLE)
+        return numbers[0]
+    if len(numbers) > 3 or (len(numbers) == 3 and numbers[2] not in {None, 1}):
+        raise UsageError(f"{text!r} has a step in {item!r}, which is not one box", hint=_SLICE_EXAMPLE)
+    return slice(numbers[0], numbers[1])
+
+
+def _parse_number(part: str, text: str) -> int | None:
+    if not part:
+        return None
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", part):
+        raise UsageError(f"{part!r} in {text!r} is no whole number", hint=_SLICE_EXAMPLE)
+    return int(part)
+
+
+def slice_box(index: Index, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    """``(box, squeezed)``: the region that numpy would give for ``index``, and the dimensions it would drop.
+
+    ``array[index] == array[box.slices].squeeze(squeezed)`` for every array of ``shape``.
+
+    >>> box, squeezed = slice_box((slice(1, 9), -1), (4, 5))
+    >>> str(box), squeezed
+    ('[1:4, 4:5]', (1,))
+
+    Raises:
+        UsageError: more places than dimensions, or a number outside of its dimension.
+    """
+    places = len(index) - index.count(Ellipsis)
+    if places > len(shape):
+        raise UsageError(f"{places} places in the slice, the tensor has {len(shape)} dimensions: {list(shape)}")
+    fill = (slice(None),) * (len(shape) - places)
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    full = (*index[:at], *fill, *index[at + 1 :])
+    offsets, sizes, squeezed = [], [], []
+    for dim, (item, size) in enumerate(zip(full, shape, strict=True)):
+        if isinstance(item, slice):
+            start, stop, _ = item.indices(size)
+            offsets.append(start)
+            sizes.append(max(stop - start, 0))
+        elif isinstance(item, int):
+            if not -size <= item < size:
+                raise UsageError(f"{item} is outside of dimension {dim}, which has {size:,} elements")
+            offsets.append(item % size)
+            sizes.append(1)
+            squeezed.append(dim)
+    return Box(tuple(offsets), tuple(sizes)), tuple(squeezed)
