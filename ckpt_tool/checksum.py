@@ -7,7 +7,7 @@ it is importable.
 from __future__ import annotations
 
 import zlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -67,9 +67,9 @@ def _multiply(left: int, right: int) -> int:
     return product
 
 
-@lru_cache(maxsize=None)
+@cache
 def _square(exponent: int) -> int:
-    """x to the power of two to the power of ``exponent``."""
+    """The polynomial x, squared ``exponent`` times."""
     if exponent == 0:
         return _X0 >> 1
     root = _square(exponent - 1)
@@ -78,7 +78,7 @@ def _square(exponent: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power_of_x8(nbytes: int) -> int:
-    """x to the power of ``8 * nbytes``: what ``nbytes`` zero bytes do to a CRC."""
+    """The polynomial x to the power of ``8 * nbytes``: what ``nbytes`` zero bytes do to a CRC."""
     power = _X0
     exponent = 3
     while nbytes:

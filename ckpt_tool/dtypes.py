@@ -65,8 +65,8 @@ class DType:
         return _numpy_dtype(self)
 
 
-# The rows below are shared, and a pickle that names torch.float32 holds one: its BUILD opcode must find no __setstate__,
-# which a frozen dataclass with slots gets by itself. Copies are made by __reduce__ instead.
+# The rows below are shared, and a pickle that names torch.float32 holds one: its BUILD opcode must find no
+# __setstate__, which a frozen dataclass with slots gets by itself. Copies are made by __reduce__ instead.
 for _method in ("__getstate__", "__setstate__"):
     delattr(DType, _method)
 

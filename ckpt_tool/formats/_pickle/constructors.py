@@ -24,7 +24,7 @@ class Known(Global):
 
     _make: Callable[..., Any]
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 instances are classes
         made = cls._make(*args, **kwargs)
         return cls.stub(*args, **kwargs) if made is None else made
 
@@ -37,7 +37,7 @@ def constructor(module: str, name: str, *, tensors: bool) -> Known | None:
         make = REBUILDERS.get(qualified)
     if make is None and module.partition(".")[0] == "pathlib" and name.endswith("Path"):
         known = Known(module, name)
-        known._make = lambda *parts: _path(known, parts)  # noqa: SLF001 its own class
+        known._make = lambda *parts: _path(known, parts)
         return known
     return None if make is None else Known(module, name, _make=staticmethod(make))
 

@@ -7,9 +7,12 @@ the records that were checked when they were made refuse it. Does not know opcod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from ckpt_tool.errors import FormatError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["DefaultMap", "Device", "Fields", "Global", "OrderedMap", "PathText", "Size", "Stub", "refuse_state"]
 
@@ -46,7 +49,7 @@ class Stub:
     made: str
     """``reduce`` when called, ``newobj`` when made by ``cls.__new__``."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Stub:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Stub:  # noqa: PYI034 subclasses are Globals, made at run time
         """What the ``NEWOBJ`` opcodes call."""
         self = object.__new__(cls)
         self.args = args
@@ -113,6 +116,7 @@ class Global(type):
         return super().__new__(cls, "Stub", (Stub,), {"__slots__": (), "_names": (module, name), **namespace})
 
     def __init__(cls, module: str, name: str, **namespace: Any) -> None:
+        del module, name, namespace
         super().__init__("Stub", (Stub,), {})
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +184,7 @@ class OrderedMap(dict[Any, Any]):
 
     attributes: dict[str, Any]
 
-    def __new__(cls, *args: Any) -> OrderedMap:
+    def __new__(cls, *args: Any) -> Self:
         """An empty map; arguments of an unpickled call are taken by ``__init__``."""
         del args
         self = dict.__new__(cls)
@@ -220,7 +224,7 @@ class PathText(str):
 
     cls: Global
 
-    def __new__(cls, text: str, made_by: Global) -> PathText:
+    def __new__(cls, text: str, made_by: Global) -> Self:
         """The path ``text`` of the class ``made_by``."""
         self = super().__new__(cls, text)
         self.cls = made_by

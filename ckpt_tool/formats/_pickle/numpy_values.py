@@ -1,7 +1,7 @@
-"""numpy scalars and arrays in a pickle, decoded from their bytes after every length is checked.
+"""numpy values in a pickle, decoded from their bytes after every length is checked.
 
-numpy's own reconstruction functions are not used: they trust the pickle. Sources of the layouts: ``ndarray.__reduce__``,
-``dtype.__reduce__`` and ``numpy/_core/multiarray.py`` of numpy 1 and 2.
+numpy's own reconstruction functions are not used: they trust the pickle. Sources of the layouts:
+``ndarray.__reduce__``, ``dtype.__reduce__`` and ``numpy/_core/multiarray.py`` of numpy 1 and 2.
 """
 
 from __future__ import annotations

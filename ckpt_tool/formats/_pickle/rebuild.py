@@ -58,17 +58,20 @@ def storage_from_id(persistent_id: object) -> StorageRef:
 def _lengths(values: object) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or any(type(value) is not int for value in values):
         raise FormatError("a shape or strides of a tensor are not a tuple of integers")
-    return tuple(values)
+    return values if isinstance(values, tuple) else tuple(values)
 
 
-def _strided(storage: object, offset: object, shape: object, strides: object, dtype: DType | None = None) -> TensorRef:
+def _strided(storage: object, offset: Any, shape: object, strides: object, dtype: DType | None = None) -> TensorRef:
     if not isinstance(storage, StorageRef) or type(offset) is not int:
         raise FormatError("a tensor is rebuilt from something that is no storage")
     actual = dtype or storage.dtype
     if actual is None:
         raise FormatError("a tensor in an untyped storage has no dtype")
-    sizes = _lengths(shape)
-    steps = _lengths(strides)
+    if storage.view is not None:  # before torch 0.4: the offset counts within the view
+        offset += storage.view[1]
+        storage = replace(storage, view=None)
+    sizes = tuple(_lengths(shape))  # a plain tuple, also of a Size
+    steps = tuple(_lengths(strides))
     check_extent(storage, actual, offset, sizes, steps)
     return TensorRef(storage, offset, sizes, steps, actual)
 
@@ -91,8 +94,8 @@ def _tensor_v2(
     offset: object,
     shape: object,
     strides: object,
-    requires_grad: object = False,
-    hooks: object = None,
+    requires_grad: object,
+    hooks: object,
     metadata: object = None,
 ) -> Any:
     del hooks
@@ -115,7 +118,7 @@ def _tensor_v3(
     return _with_flags(_strided(storage, offset, shape, strides, dtype), requires_grad, metadata)
 
 
-def _parameter(tensor: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Any:
+def _parameter(tensor: object, requires_grad: object, hooks: object, state: object = None) -> Any:
     del hooks
     if isinstance(tensor, TensorRef):
         attributes = tensor.attributes if state is None else state
@@ -141,18 +144,16 @@ def _wrapper(
     dtype: object,
     shape: object,
     strides: object,
-    offset: object = 0,
-    layout: object = None,
-    device: object = None,
-    requires_grad: object = False,
+    offset: object,
+    layout: object,
+    device: object,
+    requires_grad: object,
 ) -> Any:
     if not isinstance(cls, Global) or type(offset) is not int:
         return None
     if strides is None:
         strides = ()
-    return WrapperRef(
-        cls, dtype, _lengths(shape), _lengths(strides), None, offset, layout, device, bool(requires_grad)
-    )
+    return WrapperRef(cls, dtype, _lengths(shape), _lengths(strides), None, offset, layout, device, bool(requires_grad))
 
 
 def _layout_name(layout: object) -> str:
@@ -172,7 +173,8 @@ def _sparse(layout: object, data: object) -> Any:
     ):
         return None
     coalesced = data[3] if n_parts == 2 and len(data) == 4 else None
-    return SparseTensorRef(name, data[:n_parts], _lengths(data[n_parts]), None if coalesced is None else bool(coalesced))
+    is_coalesced = None if coalesced is None else bool(coalesced)
+    return SparseTensorRef(name, data[:n_parts], _lengths(data[n_parts]), is_coalesced)
 
 
 def _quantized(
@@ -181,8 +183,8 @@ def _quantized(
     shape: object,
     strides: object,
     parameters: object,
-    requires_grad: object = False,
-    hooks: object = None,
+    requires_grad: object,
+    hooks: object,
 ) -> Any:
     del hooks
     if not isinstance(parameters, tuple) or len(parameters) not in (3, 4) or not isinstance(parameters[0], Global):
@@ -194,15 +196,15 @@ def _quantized(
     return QuantizedTensorRef(tensor, parameters[0].last, parameters[1], parameters[2], axis)
 
 
-def _meta(dtype: object, shape: object, strides: object, requires_grad: object = False) -> Any:
+def _meta(dtype: object, shape: object, strides: object, requires_grad: object) -> Any:
     return MetaTensorRef(dtype, _lengths(shape), _lengths(strides), bool(requires_grad))
 
 
-def _from_numpy(array: object, dtype: object, device: object, requires_grad: object = False) -> Any:
+def _from_numpy(array: object, dtype: object, device: object, requires_grad: object) -> Any:
     return InlineTensorRef(array, dtype, device, bool(requires_grad))
 
 
-def _from_cpu_tensor(tensor: object, dtype: object, device: object, requires_grad: object = False) -> Any:
+def _from_cpu_tensor(tensor: object, dtype: object, device: object, requires_grad: object) -> Any:
     del device
     if isinstance(tensor, TensorRef) and tensor.dtype == dtype:
         return replace(tensor, requires_grad=bool(requires_grad))

@@ -76,9 +76,8 @@ def _after(data: bytes, position: int, opcode: int, where: str, memo_limit: int)
         length = int.from_bytes(data[position + 1 : header_end], "little")
         end = header_end + length
         if end > len(data) or header_end > len(data):
-            raise FormatError(
-                f"a value of {length:,} bytes is claimed, expected at most {max(len(data) - header_end, 0):,}", where=place
-            )
+            room = max(len(data) - header_end, 0)
+            raise FormatError(f"a value of {length:,} bytes is claimed, expected at most {room:,}", where=place)
         if opcode in (0x8A, 0x8B) and length > _MAX_LONG_NBYTES:
             raise FormatError(f"an integer of {length:,} bytes, expected at most {_MAX_LONG_NBYTES:,}", where=place)
         return end
@@ -118,7 +117,7 @@ def _after_lines(data: bytes, position: int, opcode: int, place: str, memo_limit
 
 def _check_memo_index(index: int, memo_limit: int, place: str) -> None:
     if index >= memo_limit:
-        raise FormatError(f"memo index {index:,} in a pickle of fewer bytes, expected below {memo_limit:,}", where=place)
+        raise FormatError(f"memo index {index:,}, expected below the pickle's {memo_limit:,} bytes", where=place)
 
 
 def _pattern_limit(memo_limit: int) -> int:

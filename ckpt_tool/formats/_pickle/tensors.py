@@ -165,7 +165,9 @@ TensorNode = (
 TENSOR_RECORDS = (TensorRef, WrapperRef, SparseTensorRef, QuantizedTensorRef, MetaTensorRef, InlineTensorRef)
 
 
-def check_extent(storage: StorageRef, dtype: DType, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def check_extent(
+    storage: StorageRef, dtype: DType, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
     """Nothing, when all elements lie inside the storage.
 
     Raises:

@@ -24,6 +24,7 @@ from ckpt_tool.formats._pickle.tensors import (
     StorageRef,
     TensorNode,
     TensorRef,
+    WrapperRef,
 )
 
 __all__ = ["leaves", "plain", "storages", "tensor_leaves", "value_leaves"]
@@ -107,7 +108,7 @@ def storages(root: Any) -> list[StorageRef]:
 
 
 def plain(value: Any, *, max_items: int = 100, max_values: int = 10_000) -> Any:
-    """``value`` as data that ``json.dumps`` takes: a preview, cut at ``max_items`` a container and ``max_values`` in all.
+    """``value`` as data that ``json.dumps`` takes: a preview of ``max_items`` a container and ``max_values`` in all.
 
     Tensors, arrays, and objects of unknown classes become text; keys become text; what was left out is counted.
     """
@@ -201,7 +202,8 @@ def _text(value: Any) -> Any:
     if isinstance(value, TENSOR_RECORDS):
         return _tensor_text(value)
     if isinstance(value, (Global, NumpyDType, slice, range, complex)):
-        return repr(value)[:_MAX_TEXT] if isinstance(value, (Global, NumpyDType, complex)) else f"<{type(value).__name__}>"
+        is_short = isinstance(value, (Global, NumpyDType, complex))
+        return repr(value)[:_MAX_TEXT] if is_short else f"<{type(value).__name__}>"
     return f"<{type(value).__name__}>"
 
 
@@ -214,8 +216,8 @@ def _tensor_text(value: TensorNode) -> str:
         return f"<tensor {value.layout} {list(value.shape)}>"
     if isinstance(value, TensorRef):
         return f"<tensor {value.dtype.name} {list(value.shape)}>"
-    name = getattr(value, "cls", None)
-    return f"<{name.last if isinstance(name, Global) else 'meta tensor'} {_dtype_name(value.dtype)} {list(value.shape)}>"
+    name = value.cls.last if isinstance(value, WrapperRef) else "meta tensor"
+    return f"<{name} {_dtype_name(value.dtype)} {list(value.shape)}>"
 
 
 def _dtype_name(dtype: Any) -> str:
