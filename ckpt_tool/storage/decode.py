@@ -23,7 +23,7 @@ from ckpt_tool.storage.urls import join_url
 if TYPE_CHECKING:
     from ckpt_tool.manifest.tables import FileTable
 
-__all__ = ["DecodedStore", "open_files"]
+__all__ = ["DecodedStore", "decoded_blocks", "open_files"]
 
 BLOCK_BYTES = 1 << 20
 """Decoded bytes that are held beside the kept ones while a part is decoded."""
@@ -34,12 +34,27 @@ MAX_DEFLATE_RATIO = 1032
 def open_files(store: Store, files: FileTable, memory_budget_bytes: int) -> Store:
     """``store`` with the coded entries of ``files`` readable as files of their own; ``store`` itself if there are none.
 
+    An entry whose size is not known is decoded twice: to measure it, and to keep it.
+
     Raises:
-        FormatError: a coded entry does not say which bytes it is made of, or how large it is.
+        FormatError: a coded entry does not say which bytes it is made of.
         Unsupported: an unknown codec.
     """
     coded = [entry for entry in files if entry.codec is not None]
     return DecodedStore(store, coded, memory_budget_bytes=memory_budget_bytes) if coded else store
+
+
+def decoded_blocks(store: Store, part: FileRange, codec: str) -> Iterator[bytes]:
+    """The content of a compressed part, block by block; requests are made as blocks are asked for.
+
+    Raises:
+        FormatError: the part is not one whole stream of that codec.
+        Unsupported: an unknown codec.
+    """
+    where = str(FileRange(join_url(store.url, part.path), part.offset, part.length))
+    if codec not in _DECODERS:
+        raise Unsupported(f"compressed with {codec}, expected {' or '.join(_DECODERS)}", where=where)
+    return _DECODERS[codec](_PartFile(store, part), where)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +63,8 @@ class _Content:
 
     entry: FileEntry
     part: FileRange
+    nbytes: int
+    """-1 until it is measured."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_ready: bool = False
     data: bytearray | None = None
@@ -67,7 +84,7 @@ class DecodedStore:
         self.url = inner.url
         self.cost = inner.cost
         self._inner = inner
-        self._contents = {entry.path: _Content(entry, self._checked(entry)) for entry in entries}
+        self._contents = {entry.path: _Content(entry, self._checked(entry), entry.nbytes) for entry in entries}
         self._lock = threading.Lock()
         self._free_bytes = memory_budget_bytes
         self._spool: IO[bytes] | None = None
@@ -77,7 +94,7 @@ class DecodedStore:
     def listing(self) -> Listing:
         """Files of ``inner`` and the decoded ones."""
         inner = self._inner.listing()
-        decoded = {path: content.entry.nbytes for path, content in self._contents.items()}
+        decoded = {path: content.nbytes for path, content in self._contents.items()}
         return Listing(inner.url, dict(sorted({**inner.sizes, **decoded}.items())), inner.entry)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
@@ -85,7 +102,8 @@ class DecodedStore:
         content = self._contents.get(path)
         if content is None:
             return self._inner.read(path, offset, length)
-        self._check_range(content.entry, offset, length)
+        self._measure(content)
+        self._check_range(content, offset, length)
         self._make_ready(content)
         if content.data is not None:
             return bytes(memoryview(content.data)[offset : offset + length])
@@ -122,8 +140,8 @@ class DecodedStore:
         where = join_url(self.url, entry.path)
         if entry.codec not in _DECODERS:
             raise Unsupported(f"compressed with {entry.codec}, expected {' or '.join(_DECODERS)}", where=where)
-        if entry.part is None or entry.nbytes < 0:
-            raise FormatError("compressed, but its place or its size is not known", where=where)
+        if entry.part is None:
+            raise FormatError("compressed, but its place is not known", where=where)
         if entry.codec == "deflate" and entry.nbytes > max(entry.part.length, 1) * MAX_DEFLATE_RATIO:
             raise FormatError(
                 f"{entry.part.length:,} bytes of deflate cannot hold the {entry.nbytes:,} that are declared",
@@ -131,13 +149,19 @@ class DecodedStore:
             )
         return entry.part
 
-    def _check_range(self, entry: FileEntry, offset: int, length: int) -> None:
-        where = join_url(self.url, entry.path)
+    def _measure(self, content: _Content) -> None:
+        with content.lock:
+            if content.nbytes < 0:
+                blocks = decoded_blocks(self._inner, content.part, content.entry.codec or "")
+                content.nbytes = sum(len(block) for block in blocks)
+
+    def _check_range(self, content: _Content, offset: int, length: int) -> None:
+        where = join_url(self.url, content.entry.path)
         if self._is_closed:
             raise StorageError("used after it was closed", where=where)
         if offset < 0 or length < 0:
             raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
-        got = min(max(entry.nbytes - offset, 0), length)
+        got = min(max(content.nbytes - offset, 0), length)
         if got != length:
             raise StorageError(f"expected {length:,} bytes, got {got:,}", where=f"{where}:{offset}")
 
@@ -145,7 +169,7 @@ class DecodedStore:
         with content.lock:
             if content.is_ready:
                 return
-            nbytes = content.entry.nbytes
+            nbytes = content.nbytes
             with self._lock:
                 if nbytes <= self._free_bytes:
                     self._free_bytes -= nbytes
@@ -164,20 +188,18 @@ class DecodedStore:
             content.is_ready = True
 
     def _fill(self, content: _Content) -> None:
-        entry = content.entry
         where = str(FileRange(join_url(self.url, content.part.path), content.part.offset, content.part.length))
-        source = _PartFile(self._inner, content.part)
         done = 0
-        for block in _DECODERS[entry.codec or ""](source, where):
-            if done + len(block) > entry.nbytes:
-                raise FormatError(f"decodes to more than the {entry.nbytes:,} bytes that are declared", where=where)
+        for block in decoded_blocks(self._inner, content.part, content.entry.codec or ""):
+            if done + len(block) > content.nbytes:
+                raise FormatError(f"decodes to more than the {content.nbytes:,} bytes that are declared", where=where)
             if content.data is not None:
                 content.data += block
             else:
                 self._write_spool(content.spool_offset + done, block)
             done += len(block)
-        if done != entry.nbytes:
-            raise FormatError(f"expected {entry.nbytes:,} decoded bytes, got {done:,}", where=where)
+        if done != content.nbytes:
+            raise FormatError(f"expected {content.nbytes:,} decoded bytes, got {done:,}", where=where)
 
     def _write_spool(self, offset: int, block: bytes) -> None:
         try:
