@@ -131,6 +131,10 @@ class Handles:
             self._is_closed = True
             self._close_idle(0)
 
+    def __del__(self) -> None:
+        """Close what a forgotten store left open: the files are a cache, of which its user knows nothing."""
+        self.close()
+
     def _take(self, path: str) -> Handle:
         with self._lock:
             handle = self._reuse(path)

@@ -1,0 +1,478 @@
+"""A folder appears whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
+from ckpt_tool.storage import local_target
+from ckpt_tool.storage.kernel import exchange, fallocate
+from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
+from ckpt_tool.storage.target import open_target
+
+OPTIONS: dict[str, Any] = {"overwrite": False, "resume": False, "durable": True, "single_file": False}
+ROOT = Path(__file__).parents[2]
+
+
+def start(path: Path, **options: bool) -> LocalTarget:
+    """A target with all options off but those named, and fsync on."""
+    return LocalTarget(str(path), **{**OPTIONS, **options})
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """All files below ``root``."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def test_nothing_has_the_final_name_before_commit(tmp_path: Path) -> None:
+    """Until commit the files are in a partial folder that says what it is; after it only they are there."""
+    target = start(tmp_path / "out")
+    target.create("a.bin", 10)
+    target.create("sub/b.bin", 4, is_last=True)
+    target.write("a.bin", 6, b"6789")
+    target.write("a.bin", 0, b"012345")
+    target.writev("sub/b.bin", 0, [b"ab", b"", memoryview(b"cd")])
+    assert target.journal_path is not None
+    Path(target.journal_path).write_text("so far")
+    assert sorted(os.listdir(tmp_path)) == ["out.partial"]
+    assert "not a checkpoint" in (tmp_path / "out.partial" / MARKER_NAME).read_text()
+    target.commit("sub/b.bin")
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert tree(tmp_path / "out") == {"a.bin": b"0123456789", "sub/b.bin": b"abcd"}
+
+
+def test_unwritten_bytes_are_zero(tmp_path: Path) -> None:
+    """A created file has its size at once; padding need not be written."""
+    target = start(tmp_path / "out")
+    target.create("a", 10)
+    target.create("empty", 0)
+    target.write("a", 4, b"x")
+    target.commit(None)
+    assert tree(tmp_path / "out") == {"a": b"\0\0\0\0x\0\0\0\0\0", "empty": b""}
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    """Others may read what the umask lets them."""
+    before = os.umask(0o027)
+    try:
+        target = start(tmp_path / "out")
+        target.create("a", 1)
+        target.commit(None)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out/a").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("swap", ["exchange", "rename"])
+@pytest.mark.parametrize("old", ["fresh", "overwrite"])
+def test_killed_anywhere(tmp_path: Path, old: str, swap: str) -> None:
+    """Killed before any system call: the final name is whole, old or new, or nothing; going on ends with the new."""
+    command = [sys.executable, str(Path(__file__).parent / "crash.py"), str(tmp_path / "x/out"), old, swap]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env, cwd=ROOT)
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    *killed, survived = outcomes
+    assert survived["left"] == {"": "new", ".partial": "none", ".replaced": "none"}
+    assert len(killed) >= 30
+    for outcome in killed:
+        left, went_on = outcome["left"], outcome["went_on"]
+        if left[""] == "new":
+            continue
+        if left[""] == "none" and old == "overwrite":
+            # Two renames instead of one exchange: the old one waits beside.
+            assert (swap, left[".replaced"], left[".partial"]) == ("rename", "old", "new")
+            assert went_on == "an interrupted run has moved the former target there"
+            continue
+        assert left[""] == ("old" if old == "overwrite" else "none")
+        if left[".partial"] == "new":  # without marker and journal: killed between the last two steps
+            assert went_on.startswith(f"has no {MARKER_NAME} file in it")
+        else:
+            assert went_on == "new"
+            assert outcome["after"] == ["out"]
+    assert sum(o["went_on"] == "new" for o in killed) >= 25
+
+
+def test_existing_target(tmp_path: Path) -> None:
+    """Without being told so, nothing that is there is touched; an empty folder is nothing."""
+    (tmp_path / "out").mkdir()
+    target = start(tmp_path / "out")
+    target.create("a", 1)
+    target.commit(None)
+    assert tree(tmp_path / "out") == {"a": b"\0"}
+    with pytest.raises(TargetExists, match="out: is there already") as caught:
+        start(tmp_path / "out")
+    assert "--overwrite" in (caught.value.hint or "")
+    with pytest.raises(TargetExists, match="is there already"):
+        start(tmp_path / "out", resume=True)
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_overwrite_keeps_the_old_until_the_new_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_exchange: bool
+) -> None:
+    """The old one can be read until commit, and is gone after it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/old").write_bytes(b"old")
+    if not has_exchange:
+        monkeypatch.setattr(local_target, "exchange", lambda _first, _second: False)
+    target = start(tmp_path / "out", overwrite=True)
+    target.create("new", 3)
+    target.write("new", 0, b"new")
+    target.flush()
+    assert tree(tmp_path / "out") == {"old": b"old"}
+    target.commit(None)
+    assert tree(tmp_path / "out") == {"new": b"new"}
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_overwritten_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    """``latest -> step_5`` is replaced as a link; step_5 stays."""
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_5/x").write_bytes(b"5")
+    (tmp_path / "latest").symlink_to("step_5")
+    target = start(tmp_path / "latest", overwrite=True)
+    target.create("y", 1)
+    target.commit(None)
+    assert tree(tmp_path / "step_5") == {"x": b"5"}
+    assert tree(tmp_path / "latest") == {"y": b"\0"}
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_interrupted_target(tmp_path: Path) -> None:
+    """A partial folder is neither taken nor deleted without being told; resume keeps its files, overwrite does not."""
+    first = start(tmp_path / "out")
+    first.create("a", 4)
+    first.write("a", 0, b"abcd")
+    first.abandon()
+    with pytest.raises(TargetExists, match=r"out\.partial: an earlier run was interrupted here") as caught:
+        start(tmp_path / "out")
+    assert caught.value.hint == 'continue it with "--resume", or start anew with "--overwrite"'
+    second = start(tmp_path / "out", resume=True)
+    assert second.is_resumed
+    second.create("a", 4)
+    second.write("a", 2, b"xy")
+    second.abandon()
+    assert (tmp_path / "out.partial/a").read_bytes() == b"abxy"
+    third = start(tmp_path / "out", overwrite=True)
+    assert not third.is_resumed
+    assert tree(tmp_path / "out.partial").keys() == {MARKER_NAME}
+    third.create("b", 1)
+    third.commit(None)
+    assert tree(tmp_path / "out") == {"b": b"\0"}
+
+
+def test_resumed_file_gets_its_new_size(tmp_path: Path) -> None:
+    """A file of another size, from a run with another plan, is cut or grown."""
+    first = start(tmp_path / "out")
+    first.create("a", 10)
+    first.create("b", 1)
+    first.abandon()
+    second = start(tmp_path / "out", resume=True)
+    second.create("a", 3)
+    second.create("b", 9)
+    second.commit(None)
+    assert tree(tmp_path / "out") == {"a": bytes(3), "b": bytes(9)}
+
+
+def test_resume_without_anything_to_resume(tmp_path: Path) -> None:
+    """Resume is also right for the first run."""
+    target = start(tmp_path / "out", resume=True)
+    assert not target.is_resumed
+    target.abandon(discard=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_foreign_partial_folder(tmp_path: Path) -> None:
+    """A folder of that name that is not ours is not deleted, whatever is asked."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.tex").write_bytes(b"years")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(TargetExists, match=f"has no {MARKER_NAME} file"):
+            start(tmp_path / "out", **options)
+    assert tree(tmp_path) == {"out.partial/thesis.tex": b"years"}
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """While one writes, another neither resumes nor overwrites; once the first is gone, it may."""
+    first = start(tmp_path / "out")
+    for options in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(TargetExists, match="another process is writing here now"):
+            start(tmp_path / "out", **options)
+    first.abandon()
+    start(tmp_path / "out", resume=True).abandon(discard=True)
+
+
+def test_target_that_appeared_meanwhile(tmp_path: Path) -> None:
+    """What took the final name during the run is not replaced; the work is kept."""
+    target = start(tmp_path / "out")
+    target.create("a", 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/theirs").write_bytes(b"1")
+    with pytest.raises(TargetExists, match="is there already"):
+        target.commit(None)
+    assert tree(tmp_path / "out") == {"theirs": b"1"}
+    assert (tmp_path / "out.partial/a").exists()
+
+
+def test_own_folders_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder, the home folder, what holds them, and mount points are no targets of --overwrite."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a/b")
+    for path in (tmp_path / "a", tmp_path, Path("/proc")):
+        with pytest.raises(UsageError, match="is not replaced"):
+            start(path, overwrite=True)
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("HOME", str(tmp_path / "a/b"))
+    with pytest.raises(UsageError, match="is not replaced"):
+        start(tmp_path / "a", overwrite=True)
+
+
+def test_single_file(tmp_path: Path) -> None:
+    """One file is renamed to the final name, whatever it was called before, and nothing else stays."""
+    for overwrite, data in ((False, b"one"), (True, b"two")):
+        target = start(tmp_path / "model.safetensors", single_file=True, overwrite=overwrite)
+        target.create("m.safetensors", 3)
+        target.write("m.safetensors", 0, data)
+        with pytest.raises(UsageError, match="expected one file"):
+            target.create("other", 1)
+        assert (tmp_path / "model.safetensors").exists() == overwrite
+        target.commit(None)
+        assert tree(tmp_path) == {"model.safetensors": data}
+    with pytest.raises(TargetExists, match="is there already"):
+        start(tmp_path / "model.safetensors", single_file=True)
+
+
+def test_file_for_folder(tmp_path: Path) -> None:
+    """A file is not replaced by a folder, nor a folder by a file, not even with --overwrite."""
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(TargetExists, match="is a file, expected to write a folder"):
+        start(tmp_path / "file", overwrite=True)
+    with pytest.raises(TargetExists, match="is a folder, expected to write a file"):
+        start(tmp_path / "folder", overwrite=True, single_file=True)
+
+
+def test_full_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that takes one byte at a time gets all of them."""
+    pwrite, pwritev = os.pwrite, os.pwritev
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: pwritev(fd, [buffers[0][:1]], offset))
+    target = start(tmp_path / "out")
+    target.create("a", 300)
+    target.write("a", 0, bytes(range(100)))
+    target.writev("a", 100, [bytes(range(100, 150)), b"", bytes(range(150, 200))])
+    target.commit(None)
+    assert (tmp_path / "out/a").read_bytes() == bytes(range(200)) + bytes(100)
+
+
+def test_gather_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gathered write that stops inside a later buffer goes on there; 3,000 buffers are three calls and no more."""
+    data = [bytes([i % 251]) * (i % 7) for i in range(3000)]
+    pwritev = os.pwritev
+    calls: list[int] = []
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return pwritev(fd, buffers, offset)
+
+    whole = b"".join(data)
+    target = start(tmp_path / "out")
+    target.create("a", len(whole))
+    monkeypatch.setattr(os, "pwritev", counted)
+    target.writev("a", 0, data)
+    assert len(calls) == 3
+    assert max(calls) <= 1024
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, b"".join(buffers)[:1000], offset))
+    target.create("b", len(whole))
+    target.writev("b", 0, data)
+    monkeypatch.delattr(os, "pwritev")
+    monkeypatch.delattr(os, "pwrite")
+    target.create("c", len(whole))
+    target.writev("c", 0, data)
+    target.commit(None)
+    assert tree(tmp_path / "out") == {"a": whole, "b": whole, "c": whole}
+
+
+def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No progress without an error ends, rather than going on for ever."""
+    target = start(tmp_path / "out")
+    target.create("a", 10)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)
+    with pytest.raises(StorageError, match="wrote nothing"):
+        target.write("a", 0, b"x")
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "..\\x", "C:\\x", ""])
+def test_hostile_path(tmp_path: Path, path: str) -> None:
+    """A target writes nothing outside its folder."""
+    target = start(tmp_path / "out")
+    with pytest.raises(FormatError):
+        target.create(path, 1)
+    assert sorted(os.listdir(tmp_path)) == ["out.partial"]
+
+
+def test_link_in_the_partial_folder(tmp_path: Path) -> None:
+    """A link left in a resumed folder is not written through."""
+    start(tmp_path / "out").abandon()
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "out.partial/a").symlink_to("../mine")
+    target = start(tmp_path / "out", resume=True)
+    with pytest.raises(StorageError, match="'a' cannot be created"):
+        target.create("a", 1)
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_writes_outside_a_file(tmp_path: Path) -> None:
+    """A write that was not announced is refused before it happens."""
+    target = start(tmp_path / "out")
+    target.create("a", 10)
+    with pytest.raises(StorageError, match="a write from 8 to 11 does not fit the 10 bytes"):
+        target.write("a", 8, b"abc")
+    with pytest.raises(StorageError, match="does not fit"):
+        target.writev("a", -1, [b"abc"])
+    with pytest.raises(StorageError, match="b: written to before it was created"):
+        target.write("b", 0, b"abc")
+    assert (tmp_path / "out.partial/a").read_bytes() == bytes(10)
+
+
+def test_commit_without_the_last_file(tmp_path: Path) -> None:
+    """The file that makes it a checkpoint must have been created."""
+    target = start(tmp_path / "out")
+    target.create("a", 1)
+    with pytest.raises(StorageError, match=r"'\.metadata', was never written"):
+        target.commit(".metadata")
+    assert sorted(os.listdir(tmp_path)) == ["out.partial"]
+
+
+def test_no_room_at_create(tmp_path: Path) -> None:
+    """Blocks are reserved at once, so that a disk that is too small is known before the first byte is copied."""
+    target = start(tmp_path / "out")
+    free = target.free_bytes()
+    assert free is not None
+    with pytest.raises(StorageError, match=r"no room, 1,125,899,906,842,624 bytes more are needed, [\d,]+ are free"):
+        target.create("big", 1 << 50)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room_at_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A disk that fills up, or a quota, says how much is missing and how to go on; the work so far is kept."""
+    target = start(tmp_path / "out")
+    target.create("a", 2000)
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match=r"'a' cannot be written: no room, 1,500 bytes more are needed") as caught:
+        target.write("a", 0, bytes(1500))
+    assert "--resume" in (caught.value.hint or "")
+    target.abandon()
+    assert (tmp_path / "out.partial/a").exists()
+
+
+def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An fsync that fails is an error, at flush and at commit, and nothing gets the final name."""
+    target = start(tmp_path / "out")
+    target.create("a", 1)
+
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(StorageError, match="'a' cannot be made durable: Input/output error"):
+        target.flush()
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(StorageError, match="cannot be completed: Input/output error"):
+        target.commit(None)
+    assert sorted(os.listdir(tmp_path)) == ["out.partial"]
+
+
+def test_durability_is_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush syncs what was written since the last one, commit syncs all files and folders; without durable, neither."""
+    synced: list[str] = []
+
+    def note(fd: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "fdatasync", note)
+    for durable in (False, True):
+        target = start(tmp_path / f"out{durable}", durable=durable)
+        synced.clear()
+        for path in ("a", "s/b"):
+            target.create(path, 1)
+            target.write(path, 0, b"1")
+        target.flush()
+        assert synced == (["outTrue.partial/a", "outTrue.partial/s/b"] if durable else [])
+        synced.clear()
+        target.write("s/b", 0, b"2")
+        target.flush()
+        target.flush()
+        assert synced == (["outTrue.partial/s/b"] if durable else [])
+        synced.clear()
+        target.commit(None)
+        names = ["a", MARKER_NAME, "s/b", "s", ""]
+        assert sorted(synced) == (
+            sorted(["outTrue.partial/" + n for n in names if n] + ["outTrue.partial", "."]) if durable else []
+        )
+
+
+def test_many_threads_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads write to more files than may be open at once, each at its place."""
+    monkeypatch.setattr(local_target, "MAX_OPEN_FILES", 3)
+    target = start(tmp_path / "out", durable=False)
+    for i in range(20):
+        target.create(f"{i}", 80)
+
+    def work(k: int) -> None:
+        for i in range(20):
+            target.write(f"{i}", k * 10, bytes([k + i]) * 10)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    target.commit(None)
+    assert tree(tmp_path / "out") == {
+        f"{i}": b"".join(bytes([k + i]) * 10 for k in range(8)) for i in sorted(range(20), key=str)
+    }
+
+
+def test_fallocate_reserves(tmp_path: Path) -> None:
+    """The call reserves blocks where the file system can, and says when it did not."""
+    with (tmp_path / "x").open("wb") as file:
+        if fallocate(file.fileno(), 1 << 20):
+            assert os.stat(file.fileno()).st_size == 1 << 20
+            assert os.stat(file.fileno()).st_blocks * 512 >= 1 << 20
+        assert not fallocate(file.fileno(), 0)
+
+
+def test_exchange(tmp_path: Path) -> None:
+    """Two names are swapped in one step; a missing one is an error, not a False."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_bytes(b"b")
+    if exchange(str(tmp_path / "a"), str(tmp_path / "b")):
+        assert (tmp_path / "a").read_bytes() == b"b"
+        with pytest.raises(FileNotFoundError):
+            exchange(str(tmp_path / "a"), str(tmp_path / "none"))
+
+
+def test_open_target(tmp_path: Path) -> None:
+    """Paths and file URLs are local; parents are made; the journal lies in the partial folder."""
+    target = open_target((tmp_path / "new/deep/out").as_uri(), **OPTIONS)
+    assert isinstance(target, LocalTarget)
+    assert target.journal_path == str(tmp_path / "new/deep/out.partial" / JOURNAL_NAME)
+    assert not target.is_sequential
+    target.abandon(discard=True)
+    assert os.listdir(tmp_path / "new/deep") == []
