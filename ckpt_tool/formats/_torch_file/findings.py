@@ -1,0 +1,60 @@
+"""Faults and oddities that files of torch.save can have, told from a manifest and the directories of its zips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckpt_tool.formats._torch_file.archive import storage_members, zip_directory
+from ckpt_tool.formats._torch_file.headers import plain_zips
+from ckpt_tool.formats.base import Source
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
+
+__all__ = ["archive_findings", "shared_bytes_findings"]
+
+_SHOWN = 3
+
+
+def archive_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
+    """Storages without a checksum, and storages that no tensor uses; one request per file for its directory."""
+    for entry in plain_zips(manifest):
+        directory, _ = zip_directory(source, entry.path)
+        members = storage_members(directory)
+        without = [m for m in members.values() if m.nbytes and not m.crc32]
+        if without:
+            yield Finding(
+                "crc-not-recorded",
+                Severity.INFO,
+                f"{entry.path}: {len(without):,} of {len(members):,} storages have no checksum (set_crc32_options(False), "
+                "or skip_data, which leaves zeros in place of the data); they cannot be verified",
+                where=FileRange(entry.path, without[0].header_offset, without[0].nbytes),
+            )
+
+
+def shared_bytes_findings(manifest: Manifest) -> Iterator[Finding]:
+    """Tensors that share bytes: all of them (tied weights), or some (views of one storage). Reads nothing."""
+    chunks = manifest.chunks
+    if not len(chunks):
+        return
+    order = np.lexsort((chunks.length, chunks.offset, chunks.file))
+    file, offset = chunks.file[order], chunks.offset[order]
+    end = offset + chunks.length[order]
+    reach = np.maximum.accumulate(np.where(np.diff(file, prepend=file[0]) != 0, 0, end))
+    names = manifest.tensors.fqns
+    is_same = (file[1:] == file[:-1]) & (offset[1:] == offset[:-1]) & (end[1:] == end[:-1])
+    is_over = (file[1:] == file[:-1]) & (offset[1:] < reach[:-1]) & ~is_same
+    for kind, mask, what in (
+        ("tied-tensors", is_same, "have the same bytes in the file"),
+        ("overlapping-views", is_over, "are views of one storage that overlap in part"),
+    ):
+        pairs = [
+            (names[chunks.tensor[order[i]]], names[chunks.tensor[order[i + 1]]])
+            for i in np.flatnonzero(mask).tolist()
+            if chunks.tensor[order[i]] != chunks.tensor[order[i + 1]]
+        ]
+        if pairs:
+            shown = ", ".join(f"{a!r} and {b!r}" for a, b in pairs[:_SHOWN])
+            more = f" and {len(pairs) - _SHOWN:,} more pairs" if len(pairs) > _SHOWN else ""
+            yield Finding(kind, Severity.INFO, f"{shown}{more} {what}", fqn=pairs[0][1])

@@ -1,0 +1,132 @@
+"""Local headers have the last word on where payload starts: chunks are checked against them, and storages located.
+
+Everything here starts from the files again (their directories), so that readers stay stateless.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._torch_file.archive import predicted_offset, storage_members, zip_directory
+from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read, ZipMember, local_payload_offset
+from ckpt_tool.formats.base import Checksum, Source
+from ckpt_tool.geometry.runs import merge_runs
+from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.storage.fetch import fetch_all
+
+__all__ = ["StorageRecord", "checksums", "plain_zips", "resolve", "storage_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """One stored storage of a zip, by its own local header."""
+
+    key: str
+    where: FileRange
+    crc32: int
+    """0 where none is recorded."""
+
+
+def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+    """The chunks of ``manifest``, unresolved ones among ``rows`` moved to where their local headers say.
+
+    Costs for each file one request for its directory, and the local headers, 30 bytes and a name each, neighbours read
+    together as the store's cost says.
+
+    Raises:
+        FormatError: a local header is not the directory's, or no storage is where a chunk should be.
+    """
+    chunks = manifest.chunks
+    wanted = np.unique(np.asarray(rows, dtype=np.int64))
+    wanted = wanted[(chunks.flags[wanted] & ChunkFlag.UNRESOLVED) != 0]
+    if not len(wanted):
+        return chunks
+    offset, flags = chunks.offset.copy(), chunks.flags.copy()
+    files = np.unique(chunks.file[wanted]).tolist()
+    paths = [manifest.files.paths[file] for file in files]
+    opened = fetch_all(lambda path: zip_directory(source, path), paths, concurrency=source.store.cost.concurrency)
+    for file, path, (directory, read) in zip(files, paths, opened, strict=True):
+        members = sorted((m for m in storage_members(directory).values() if m.is_stored), key=predicted_offset)
+        starts = [predicted_offset(member) for member in members]
+        own = wanted[chunks.file[wanted] == file]
+        owners: dict[int, list[int]] = {}
+        for row in own.tolist():
+            at = bisect_right(starts, int(offset[row])) - 1
+            if at < 0 or offset[row] + chunks.length[row] > starts[at] + members[at].nbytes:
+                raise FormatError("no storage lies where a chunk was found", where=f"{path}:{int(offset[row])}")
+            owners.setdefault(at, []).append(row)
+        actual = _payload_offsets(source, path, read, [members[at] for at in owners])
+        for (at, owned), start in zip(owners.items(), actual, strict=True):
+            offset[owned] += start - starts[at]
+            flags[owned] &= ~np.uint8(ChunkFlag.UNRESOLVED)
+    return chunks.replace(offset=offset, flags=flags)
+
+
+def _payload_offsets(source: Source, path: str, read: Read, members: Sequence[ZipMember]) -> list[int]:
+    """Where the payload of each member starts, by its local header, in the order of ``members``."""
+    starts = np.array([m.header_offset for m in members], dtype=np.int64)
+    lengths = np.array(
+        [min(LOCAL_HEADER_NBYTES + len(m.name.encode()), m.next_offset - m.header_offset) for m in members],
+        dtype=np.int64,
+    )
+    cost = source.store.cost
+    read_starts, read_lengths, run_to_read = merge_runs(
+        starts, lengths, max_gap_bytes=cost.max_gap_bytes, max_read_bytes=cost.max_read_bytes, split=False
+    )
+    ranges = list(zip(read_starts.tolist(), read_lengths.tolist(), strict=True))
+    pages = fetch_all(lambda one: read(*one), ranges, concurrency=cost.concurrency)
+    offsets = []
+    for member, start, length, number in zip(
+        members, starts.tolist(), lengths.tolist(), run_to_read.tolist(), strict=True
+    ):
+        at = start - ranges[number][0]
+        offsets.append(local_payload_offset(pages[number][at : at + length], member, where=path))
+    return offsets
+
+
+def plain_zips(manifest: Manifest) -> list[FileEntry]:
+    """Files of the manifest that are zips, by what the reader noted; decoded parts and legacy streams are not."""
+    legacy = frozenset(manifest.info.get("legacy_files", ()))
+    return [entry for entry in manifest.files if entry.codec is None and entry.path not in legacy]
+
+
+def storage_records(source: Source, path: str) -> list[StorageRecord]:
+    """Every stored storage that is not empty; requests as `resolve` of one file."""
+    directory, read = zip_directory(source, path)
+    members = {k: m for k, m in storage_members(directory).items() if m.is_stored and m.nbytes}
+    offsets = _payload_offsets(source, path, read, list(members.values()))
+    return [
+        StorageRecord(key, FileRange(path, start, member.nbytes), member.crc32)
+        for (key, member), start in zip(members.items(), offsets, strict=True)
+    ]
+
+
+def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    """The CRC-32 that zips record of their stored storages and pickles; torch itself never checks them.
+
+    A CRC of 0 was not computed (``torch.serialization.set_crc32_options(False)``, ``skip_data``) and is left out, as
+    are those of compressed members, which are of their content.
+    """
+    chunks = resolve(source, manifest, np.arange(len(manifest.chunks), dtype=np.int64))
+    for entry in plain_zips(manifest):
+        file = manifest.files.index[entry.path]
+        order = np.flatnonzero(chunks.file == file)
+        order = order[np.argsort(chunks.offset[order], kind="stable")]
+        starts = chunks.offset[order].tolist()
+        for record in storage_records(source, entry.path):
+            at = bisect_left(starts, record.where.offset)
+            is_used = at < len(starts) and starts[at] < record.where.end
+            fqn = manifest.tensors.fqns[chunks.tensor[order[at]]] if is_used else None
+            if record.crc32:
+                yield Checksum(record.where, record.crc32, fqn)
+        directory, read = zip_directory(source, entry.path)
+        pickle = directory.record("data.pkl")
+        if pickle is not None and pickle.is_stored and pickle.crc32:
+            (start,) = _payload_offsets(source, entry.path, read, [pickle])
+            yield Checksum(FileRange(entry.path, start, pickle.nbytes), pickle.crc32)

@@ -1,0 +1,120 @@
+"""The reader of one file that torch.save wrote, whatever object is in it.
+
+Names are the keys that lead to a tensor, joined by dots; a key path keeps them apart, with integer keys as integers. Two
+entries of one joined name (``{"a.b": ..., "a": {"b": ...}}``) both stay reachable: the later one is called ``a.b#2``.
+Values that are no tensors are blobs of kind ``value``, grouped as torch itself groups them when it flattens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_file, zip_directory
+from ckpt_tool.formats._torch_file.assemble import assemble
+from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
+from ckpt_tool.formats._torch_file.entries import entries_of
+from ckpt_tool.formats._torch_file.findings import archive_findings, shared_bytes_findings
+from ckpt_tool.formats._torch_file.rank_names import find_sets, rank_file
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "TorchSaveReader"]
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+_MAX_PROBED = 8
+
+
+class TorchSaveReader:
+    """One torch.save file.
+
+    Requests: ``read`` makes three (head, directory, ``data.pkl``), a legacy stream three, one more for a directory
+    beyond 64 KiB and for each compressed storage. ``resolve`` makes one for the directory and reads the local headers of
+    the rows asked for, neighbours together; a file of at most 64 KiB has nothing left to resolve.
+    """
+
+    name = "torch-save"
+
+    def probe(self, source: Source) -> Probe:
+        """By the first bytes of the file named, or of the only such file in the folder: one request per candidate."""
+        entry = source.listing.entry
+        if entry is not None:
+            return self._probe_file(source, entry)
+        top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
+        likely = [path for path in top if path.endswith(_SUFFIXES)] or top
+        if not likely or len(likely) > _MAX_PROBED:
+            return Probe(0.0, f"{len(likely):,} files that could be torch.save's; it takes one, name it")
+        if len(likely) > 1 and any(len(found.files) > 1 for found in find_sets(likely)):
+            return Probe(0.2, "several files that differ in a rank number")
+        found = [path for path in likely if _is_torch_file(source, path)]
+        if len(found) == 1:
+            return Probe(0.7, f"{found[0]} is the only torch.save file here")
+        if not found:
+            return Probe(0.0, "no file here begins as torch.save's do")
+        return Probe(0.3, f"{len(found):,} torch.save files ({', '.join(found[:3])} ...): name one")
+
+    def _probe_file(self, source: Source, path: str) -> Probe:
+        if not _is_torch_file(source, path):
+            return Probe(0.0, f"{path} does not begin as torch.save's files do")
+        named = rank_file(path)
+        if named is not None:
+            siblings = [p for p in source.listing.sizes if (other := rank_file(p)) and other.family == named.family]
+            if len(siblings) > 1:
+                return Probe(0.4, f"{path} is one of {len(siblings):,} rank files")
+        return Probe(0.9, f"{path} begins as torch.save's files do")
+
+    def read(self, source: Source) -> Manifest:
+        """See the class for its cost."""
+        path = self._path(source)
+        file = open_torch_file(source, path)
+        entries = entries_of(file.root)
+        found = assemble([part_of(file, entries, None)], section_by_root([file.root]))
+        info = {"container": file.kind}
+        return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
+
+    def _path(self, source: Source) -> str:
+        if source.listing.entry is not None:
+            return source.listing.entry
+        top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
+        likely = [path for path in top if path.endswith(_SUFFIXES)] or top
+        return next((path for path in likely if _is_torch_file(source, path)), likely[0] if likely else "")
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """See the class for its cost."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """The blobs as they are: values come with ``data.pkl``."""
+        del source, rows
+        return manifest.blobs
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """The CRC-32 of each storage, and of the pickle."""
+        return headers.checksums(source, manifest)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Missing checksums, and tensors that share bytes; one request for the directory."""
+        yield from archive_findings(source, manifest)
+        yield from shared_bytes_findings(manifest)
+
+
+def _is_torch_file(source: Source, path: str) -> bool:
+    """By content: a zip whose first member is another than torch's is opened as far as its directory."""
+    if source.listing.nbytes(path) == 0:
+        return False
+    head = source.head(path, HEAD_NBYTES)
+    if is_torch_head(head):
+        return True
+    if not head.startswith(b"PK\x03\x04"):
+        return False
+    try:
+        zip_directory(source, path)
+    except CkptError:
+        return False
+    return True
+
+
+READER = TorchSaveReader()
