@@ -1,0 +1,109 @@
+"""The reader of DCP checkpoints: ``.metadata`` becomes a manifest whose chunks name items, until they are resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckpt_tool.errors import NotFound
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.dcp import checks, objects, probe, resolve
+from ckpt_tool.formats.dcp.metadata import METADATA_NAME, MetadataFile, load_metadata, rank_metadata
+from ckpt_tool.formats.dcp.table import Tables, rank_of, tabulate
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "DcpReader"]
+
+# Where training loops keep the step, first match first.
+_STEP_FQNS = ("train_state.step", "trainer.global_step", "state.step", "global_step", "step", "iteration")
+
+
+class DcpReader:
+    """``torch.distributed.checkpoint``, as torch 2.1 and later write it."""
+
+    name = "dcp"
+
+    def probe(self, source: Source) -> Probe:
+        """At most one request; see ``probe.probe``."""
+        return probe.probe(source)
+
+    def read(self, source: Source) -> Manifest:
+        """The manifest, every chunk unresolved: one request per metadata file.
+
+        Raises:
+            NotFound: no metadata file at the top.
+            FormatError: it is damaged or contradicts itself.
+        """
+        paths = probe.metadata_paths(source)
+        if not paths:
+            raise NotFound(f"no {METADATA_NAME}", where=source.listing.url, hint="the save may not have finished")
+        ranges = [FileRange(path, 0, source.listing.nbytes(path)) for path in paths]
+        parts = [load_metadata(data, path) for data, path in zip(source.store.fetch(ranges), paths, strict=True)]
+        tables = tabulate(parts, source.listing.sizes)
+        return Manifest(
+            format=self.name,
+            root=source.listing.url,
+            tensors=tables.tensors,
+            chunks=tables.chunks,
+            files=tables.files,
+            blobs=tables.blobs,
+            info=_info(source, parts, tables),
+            notes=tuple(_notes(parts, tables)),
+        )
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """Exact places of the chunks ``rows``; one request per row at most, see ``resolve.resolve``."""
+        return resolve.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """All objects, those of ``rows`` loaded; one request per object at most, neighbours share one."""
+        return objects.load_blobs(source, manifest, rows)
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """CRC-32 of each tensor's storage and of each member of an object, as the zips record them."""
+        return checks.checksums(source, manifest)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Files that are missing, cut or unknown, and items that are not what the metadata says; reads every head."""
+        return checks.check(source, manifest)
+
+
+READER = DcpReader()
+
+
+def _info(source: Source, parts: Sequence[MetadataFile], tables: Tables) -> dict[str, Any]:
+    """What the metadata says beyond tensors."""
+    ranks = [rank_of(path) for path in source.listing.sizes]
+    ranks += [rank for path in source.listing.sizes if (rank := rank_metadata(path)) is not None]
+    names = {blob.fqn for blob in tables.blobs} | set(tables.tensors.fqns)
+    known = {
+        "version": parts[0].version,
+        "save_id": parts[0].save_id,
+        "world_size": max(ranks, default=-1) + 1 or None,
+        "is_flattened": parts[0].is_flattened,
+        "step_fqn": next((fqn for fqn in _STEP_FQNS if fqn in names), None),
+        "n_empty_chunks": sum(tables.empty.values()) or None,
+        "n_metadata_files": len(parts) if parts[0].path != METADATA_NAME else None,
+    }
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _notes(parts: Sequence[MetadataFile], tables: Tables) -> Iterator[str]:
+    """What a person should know."""
+    if tables.empty:
+        by_rank = ", ".join(f"rank {rank}: {n:,}" if rank >= 0 else f"{n:,}" for rank, n in tables.empty.items())
+        yield f"{sum(tables.empty.values()):,} chunks hold no element and are left out ({by_rank})"
+    if parts[0].path != METADATA_NAME:
+        ranks = [rank_metadata(part.path) or 0 for part in parts]
+        absent = sorted(set(range(max(ranks) + 1)) - set(ranks))
+        yield (
+            f"saved without collectives: the union of {len(parts):,} metadata files, ranks 0 to {max(ranks):,}; "
+            "the absence of higher ranks cannot be noticed"
+        )
+        if absent:
+            yield f"metadata of {len(absent):,} ranks is missing: {', '.join(map(str, absent[:10]))}"
+    transformed = sum(entry.codec is not None for entry in tables.files)
+    if transformed:
+        yield f"{transformed:,} chunks are compressed: each is decoded whole"
