@@ -92,11 +92,13 @@ class SafetensorsIndexReader(ResolvedReader):
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Index against headers, gaps in numbered names, and what `SafetensorsReader.check` finds.
 
-        Reads the headers again: one request per file.
+        Reads the headers again: one request per file. Where torch's shards lie in ``sharded/``, tensors without
+        dimensions are compared with them, because torch's consolidation (2.13) writes zeros in their place.
         """
         found = _contents(source)
         yield from _findings(found, source.listing)
         yield from tied_findings(source, manifest)
+        yield from _scalar_findings(source, manifest)
 
 
 def _contents(source: Source) -> _Contents:
@@ -200,6 +202,31 @@ def _notes(found: _Contents, listing: Listing) -> list[str]:
     if pieces:
         notes.append(f"sharded/ holds the same tensors in {pieces:,} pieces and was left out")
     return notes
+
+
+def _scalar_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
+    """Tensors without dimensions that differ from their shard: one request per shard, two per such tensor."""
+    paths = [p for p in source.listing.paths if p.startswith("sharded/") and SHARD_FILE.fullmatch(p)]
+    scalars = {fqn for row, fqn in enumerate(manifest.tensors.fqns) if not manifest.tensors.ndim[row]}
+    if not paths or not scalars:
+        return
+    for path, header in zip(paths, read_headers(source, paths), strict=True):
+        for entry in header.entries:
+            if entry.shape or entry.name not in scalars:
+                continue
+            rows = manifest.chunks.rows_of(manifest.tensor_id(entry.name))
+            here = manifest.chunks.record(int(rows[0]), manifest.tensors, manifest.files).where
+            there = FileRange(path, header.data_start + entry.start, entry.nbytes)
+            whole, shard = source.store.fetch([here, there])
+            if whole != shard:
+                yield Finding(
+                    "differs-from-shard",
+                    Severity.WARNING,
+                    f"{entry.name!r} is {whole.hex()} in {here.path} and {shard.hex()} in {path}; torch's "
+                    "consolidation zeroes tensors without dimensions, so the shard is likely right",
+                    entry.name,
+                    here,
+                )
 
 
 READER = SafetensorsIndexReader()

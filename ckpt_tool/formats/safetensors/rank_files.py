@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._pickle.load import load_pickle
+from ckpt_tool.formats._zip.directory import read_directory, read_member
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.names import RANK_FILE, rank_file
 from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, parse_boxes, parse_layout
@@ -171,10 +172,18 @@ def _load(source: Source, blob: Blob) -> Blob:
 
 
 def _unpickled(raw: bytes, blob: Blob) -> Any:
-    """The object in ``raw`` as inert records; other encodings as they are."""
-    if blob.kind == "pickle":
-        return load_pickle(raw, where=str(blob.where))
-    return raw
+    """The object in ``raw`` as inert records, tensors in it as descriptions; other encodings as they are."""
+    where = blob.where.path if blob.where else blob.fqn
+    if blob.kind == "torch_save":
+
+        def read(offset: int, length: int) -> bytes:
+            return raw[offset : offset + length]
+
+        member = read_directory(read, len(raw), where=where).record("data.pkl")
+        if member is None:
+            raise FormatError(f"object {blob.fqn!r} is a zip without data.pkl", where=where)
+        return load_pickle(read_member(read, member, where=where), where=where)
+    return load_pickle(raw, where=where) if blob.kind == "pickle" else raw
 
 
 READER = RankFilesReader()
