@@ -25,6 +25,7 @@ __all__ = [
     "interval_boxes",
     "mesh_boxes",
     "placement_intervals",
+    "split_columns",
     "strided_intervals",
     "uneven_bounds",
 ]
@@ -111,12 +112,20 @@ def mesh_boxes(
         if not 0 <= axis < len(axes):
             raise LayoutError(f"the mesh has {len(axes)} axes, there is no axis {axis}")
         coord = np.arange(world_size, dtype=np.int64) // prod(axes[axis + 1 :]) % axes[axis]
-        left = sizes[:, dim]
-        piece = -(-left // axes[axis])
-        start = np.minimum(coord * piece, left)
-        offsets[:, dim] += start
-        sizes[:, dim] = np.minimum(start + piece, left) - start
+        split_columns(offsets, sizes, dim, coord, axes[axis])
     return offsets, sizes
+
+
+def split_columns(offsets: Int64Array, sizes: Int64Array, dim: int, coord: Int64Array, parts: int) -> None:
+    """Cut every box (a row of the columns, changed in place) along ``dim``; keep part ``coord[row]`` of ``parts``.
+
+    The rule is that of `chunk_bounds`, within each box. ``parts=1`` changes nothing.
+    """
+    left = sizes[:, dim]
+    piece = -(-left // parts)
+    start = np.minimum(coord * piece, left)
+    offsets[:, dim] += start
+    sizes[:, dim] = np.minimum(start + piece, left) - start
 
 
 def placement_intervals(
