@@ -165,6 +165,11 @@ class FsspecStore:
             found = retried(lambda: self._fs.ls(self._root, detail=True), where=self.url)
         sizes: dict[str, int] = {}
         for info in found:
+            if not info["name"].startswith(f"{self._root}/"):
+                if info["name"] == self._root:
+                    continue
+                message = f"the server lists {info['name']!r}, which is not below the folder that was asked for"
+                raise StorageError(message, where=self.url, hint="check the slashes of the URL")
             path = info["name"][len(self._root) + 1 :]
             if info.get("type") == "file" and path and "?" not in path and not path.endswith("/"):
                 size = info.get("size")

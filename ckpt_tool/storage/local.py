@@ -22,7 +22,10 @@ from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["LOCAL_COST", "LocalStore"]
 
-LOCAL_COST = ReadCost(max_gap_bytes=256 << 10, max_read_bytes=8 << 20, concurrency=4)
+# Measured on an NVMe disk: reading over a gap of 64 KiB costs what a request of its own does when the cache is cold, one of
+# 16 KiB when it is warm; with four requests under way the break-even is lower. Four at once give 37,000 cold reads of
+# 4 KiB a second, one 11,600, sixteen no more than four.
+LOCAL_COST = ReadCost(max_gap_bytes=32 << 10, max_read_bytes=8 << 20, concurrency=4)
 MAX_OPEN_FILES = 128
 MAX_DEPTH = 8
 """Folders below the root that a listing enters; the deepest known format (orbax OCDBT) needs four."""

@@ -209,10 +209,11 @@ class StreamTarget:
         """Keys of the files under the final name."""
         self._fs.invalidate_cache()
         try:
-            found = retried(lambda: self._fs.find(self._root), where=self.url)
+            found = retried(lambda: self._fs.find(self._root, detail=True), where=self.url)
         except NotFound:
             return []
-        return [str(key) for key in found]
+        # Some stores list a folder that was emptied a moment ago.
+        return [str(key) for key, info in found.items() if info.get("type") != "directory"]
 
     def _delete_old(self) -> None:
         """Delete the old target, first what makes it a checkpoint."""

@@ -181,6 +181,17 @@ def test_listing_leaves_out_markers(root: str, monkeypatch: pytest.MonkeyPatch) 
     assert store_of(FlakyFs(), monkeypatch, root).listing().sizes == {"x": 100}
 
 
+def test_listing_of_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that folds slashes lists keys that are not below the root; they are not cut into wrong names."""
+
+    class FoldingFs(FlakyFs):
+        def find(self, path: str, *, detail: bool) -> dict[str, Any]:
+            return super().find(path.replace("//", "/"), detail=detail)
+
+    with pytest.raises(StorageError, match="the server lists 'b/root/x', which is not below"):
+        store_of(FoldingFs(), monkeypatch, "b//root").listing()
+
+
 def test_query_belongs_to_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A web URL with a query opens the file by its name; the query goes with requests and into no message."""
     asked: list[str] = []

@@ -184,9 +184,10 @@ class Bucket:
         """One request."""
         self.objects[path] = data
 
-    def find(self, path: str) -> list[str]:
-        """Keys."""
-        return [key for key in self.objects if key == path or key.startswith(path + "/") or not path]
+    def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
+        """Keys; some stores also list a folder that is empty by now, as a folder."""
+        found = {key: {"type": "file"} for key in self.objects if key == path or key.startswith(path + "/")}
+        return found or {path: {"type": "directory"}}
 
     def exists(self, path: str) -> bool:
         """Whether it is complete."""
@@ -195,6 +196,9 @@ class Bucket:
     def rm_file(self, path: str) -> None:
         """Delete one."""
         del self.objects[path]
+
+    def _parent(self, path: str) -> str:
+        return path.rpartition("/")[0]
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing is kept."""
