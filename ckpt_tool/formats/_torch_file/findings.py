@@ -27,8 +27,8 @@ def archive_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
             yield Finding(
                 "crc-not-recorded",
                 Severity.INFO,
-                f"{entry.path}: {len(without):,} of {len(members):,} storages have no checksum (set_crc32_options(False), "
-                "or skip_data, which leaves zeros in place of the data); they cannot be verified",
+                f"{entry.path}: {len(without):,} of {len(members):,} storages have no checksum and cannot be verified: "
+                "saved with set_crc32_options(False), or with skip_data, which leaves zeros in place of the data",
                 where=FileRange(entry.path, without[0].header_offset, without[0].nbytes),
             )
 

@@ -1,8 +1,8 @@
 """The reader of one file that torch.save wrote, whatever object is in it.
 
-Names are the keys that lead to a tensor, joined by dots; a key path keeps them apart, with integer keys as integers. Two
-entries of one joined name (``{"a.b": ..., "a": {"b": ...}}``) both stay reachable: the later one is called ``a.b#2``.
-Values that are no tensors are blobs of kind ``value``, grouped as torch itself groups them when it flattens.
+Names are the keys that lead to a tensor, joined by dots; a key path keeps them apart, with integer keys as integers.
+Two entries of one joined name (``{"a.b": ..., "a": {"b": ...}}``) both stay reachable: the later one is called
+``a.b#2``. Values that are no tensors are blobs of kind ``value``, grouped as torch itself groups them when it flattens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TorchSaveReader:
     """One torch.save file.
 
     Requests: ``read`` makes three (head, directory, ``data.pkl``), a legacy stream three, one more for a directory
-    beyond 64 KiB and for each compressed storage. ``resolve`` makes one for the directory and reads the local headers of
-    the rows asked for, neighbours together; a file of at most 64 KiB has nothing left to resolve.
+    beyond 64 KiB and for each compressed storage. ``resolve`` makes one for the directory and reads the local headers
+    of the rows asked for, neighbours together; a file of at most 64 KiB has nothing left to resolve.
     """
 
     name = "torch-save"
