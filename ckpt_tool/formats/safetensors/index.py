@@ -68,7 +68,8 @@ def parse_index(raw: bytes, path: str) -> Index:
     faults = []
     for fqn, file in pairs:
         if not isinstance(file, str):
-            said = f"{path} maps {fqn!r} to {json.dumps(file)[:60]}, expected the name of a file"
+            kind = "object" if isinstance(file, _Pairs) else type(file).__name__
+            said = f"{path} maps {fqn!r} to a JSON {kind}, expected the name of a file"
             faults.append(Finding("index-bad-value", Severity.ERROR, said, fqn, FileRange(path, 0, len(raw))))
             continue
         if fqn in weight_map:

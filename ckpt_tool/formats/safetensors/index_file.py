@@ -79,7 +79,7 @@ class SafetensorsIndexReader(ResolvedReader):
         tensors, chunks, files = tables(boxes, found.paths, source.listing)
         info, notes = read_companions(source)
         missing = [p for p in found.index.files if p not in source.listing] if found.index else []
-        missing += _missing_siblings(found.paths)
+        missing = list(dict.fromkeys([*missing, *_missing_siblings(found.paths)]))
         notes = [*_notes(found, source.listing), *notes, *tied_note(info, tensors.index)]
         info = {
             "index": found.index.path if found.index else None,
@@ -113,8 +113,9 @@ def _contents(source: Source) -> _Contents:
     index = _read_index(source)
     paths = here
     if index is not None:
-        named = tuple(p for p in index.files if p in listing)
-        paths = named or here
+        named = {p for p in index.files if p in listing}
+        families = {_family(p) for p in named} - {None}
+        paths = tuple(sorted(named | {p for p in here if _family(p) in families})) or here
     if not paths:
         if index is None:
             raise NotFound("no safetensors file", where=listing.url)
@@ -154,6 +155,12 @@ def _refuse_duplicates(held: Mapping[str, Mapping[str, int]], where: str) -> Non
                     hint="name one of the files, or move the other away",
                 )
             first[fqn] = path
+
+
+def _family(path: str) -> tuple[str, str] | None:
+    """What numbered files (``-00001-of-00003``) of one set have in common."""
+    numbered = NUMBERED.fullmatch(path)
+    return (numbered["stem"], numbered["count"]) if numbered else None
 
 
 def _missing_siblings(paths: Sequence[str]) -> list[str]:
