@@ -37,7 +37,7 @@ def test_a_sound_index_gives_no_finding() -> None:
 
 def test_a_ghost_is_reported_and_its_neighbours_are_kept() -> None:
     """R34: an index naming one absent tensor in a file of three leaves the three readable."""
-    files = {A: model_bytes({"a": b"1", "b": b"2", "c": b"3"}), INDEX: index_bytes({k: A for k in "abcx"}, 3)}
+    files = {A: model_bytes({"a": b"1", "b": b"2", "c": b"3"}), INDEX: index_bytes(dict.fromkeys("abcx", A), 3)}
     manifest, found = judged(files)
     assert manifest.tensors.fqns == ("a", "b", "c")
     assert (found["index-ghost-tensor"].fqn, found["index-ghost-tensor"].severity) == ("x", Severity.ERROR)
