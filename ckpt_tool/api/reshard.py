@@ -116,12 +116,11 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         rule_set, evidence = _rules(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
         placed = place(
             tensors.fqns,
-            tensors.shape,
+            [tensors.shape_of(row) for row in range(len(tensors))],
             target_mesh,
             rule_set,
             dp_mode=dp_mode,
             default=default,
-            ndim=tensors.ndim,
         )
         notes = (*evidence, *placed.notes) if needs_rules else placed.notes
         policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")

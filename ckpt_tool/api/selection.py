@@ -38,7 +38,7 @@ def select_tensors(
         NotFound: nothing fits.
     """
     manifest = checkpoint.manifest
-    rows = select(manifest, include=include, exclude=exclude, sections=sections)
+    rows = select(manifest, include=include, exclude=exclude, sections=sections or ())
     chosen = set(rows.tolist())
     dropped = []
     for row in range(len(manifest.tensors)):

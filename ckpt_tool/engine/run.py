@@ -80,7 +80,10 @@ def _run(
             journal.append(unflushed)
             unflushed, unflushed_nbytes = [], 0
     late = list(layout.seal(_chunk_crc32s(plan, done))) if layout.seal is not None else []
-    sink.finish(_in_commit_order([*layout.segments, *late], layout.commit_path))
+    rest = _in_commit_order([*layout.segments, *late], layout.commit_path)
+    for path, nbytes in _segment_files(rest, known=frozenset(files.paths)).items():
+        target.create(path, nbytes, is_last=path == layout.commit_path)
+    sink.finish(rest)
     target.commit(layout.commit_path)
     casts = _cast_reports(plan, done)
     yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts)
@@ -97,12 +100,22 @@ def _check_space(plan: Plan, target: Target) -> None:
 
 
 def _early(layout: LayOut) -> list[Segment]:
-    return [s for s in layout.segments if s.path != layout.commit_path]
+    """Segments of files with payload, which a target without seek needs between the pieces."""
+    return [s for s in layout.segments if s.path in layout.manifest.files.index and s.path != layout.commit_path]
 
 
 def _in_commit_order(segments: list[Segment], commit_path: str | None) -> list[Segment]:
     """All segments by file and offset, those of the file that makes it a checkpoint last."""
     return sorted(segments, key=lambda s: (s.path == commit_path, s.path, s.offset))
+
+
+def _segment_files(segments: list[Segment], *, known: frozenset[str]) -> dict[str, int]:
+    """Sizes of the files that hold no payload, only segments (metadata, indexes)."""
+    sizes: dict[str, int] = {}
+    for segment in segments:
+        if segment.path not in known:
+            sizes[segment.path] = max(sizes.get(segment.path, 0), segment.offset + len(segment.data))
+    return sizes
 
 
 def _unit_nbytes(plan: Plan) -> npt.NDArray[np.int64]:
