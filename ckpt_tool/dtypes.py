@@ -99,7 +99,7 @@ _ROWS = (
     _row("uint32", 32, "uint", "U32", None, "uint32"),
     _row("uint64", 64, "uint", "U64", None, "uint64"),
     _row("bool", 8, "bool", "BOOL", "BoolStorage", "bool"),
-    _row("complex32", 32, "complex", None, "ComplexHalfStorage", None),
+    _row("complex32", 32, "complex", None, None, None),
     _row("complex64", 64, "complex", "C64", "ComplexFloatStorage", "complex64"),
     _row("complex128", 128, "complex", None, "ComplexDoubleStorage", "complex128"),
     _row("qint8", 8, "quantized", None, "QInt8Storage", None),

@@ -99,7 +99,8 @@ class _ItemReader:
 
     def fqn(self, row: int) -> str:
         """The tensor of a chunk."""
-        return self._manifest.tensors.fqns[self._manifest.chunks.tensor[row]]
+        fqn: str = self._manifest.tensors.fqns[self._manifest.chunks.tensor[row]]
+        return fqn
 
     def misplaced(self, row: int) -> CkptError | None:
         """What is wrong when the item does not lie in its file."""
@@ -142,7 +143,7 @@ class _ItemReader:
         where = f"{item.path}:{item.offset}"
         start = item.offset if content is None else 0
         try:
-            if head[:2] == b"PK":
+            if bytes(head[:2]) == b"PK":
                 payload = self._heads.payload(head, where) or self._by_directory(item, content, where)
                 nbytes = item.length if content is None else len(content)
                 if payload.end > nbytes:
