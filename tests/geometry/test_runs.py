@@ -149,6 +149,13 @@ def test_neighbours_share_a_read_up_to_the_gap() -> None:
     assert [column.tolist() for column in reads] == [[0, 40, 100], [20, 10, 10], [2, 0, 0, 1]]
 
 
+def test_a_nested_run_does_not_end_a_read() -> None:
+    """A short run inside a longer one leaves the read open up to the longer one's end."""
+    starts, lengths = np.array([0, 2, 20]), np.array([20, 3, 5])
+    reads = merge_runs(starts, lengths, max_gap_bytes=0, max_read_bytes=100, split=False)
+    assert [column.tolist() for column in reads] == [[0], [25], [0, 0, 0]]
+
+
 def test_the_cap_ends_a_read() -> None:
     """Adjacent runs fill a read up to the cap; the next read begins with the run that did not fit."""
     starts, lengths = np.arange(10) * 10, np.full(10, 10)
