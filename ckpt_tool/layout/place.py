@@ -139,10 +139,11 @@ class _Placer:
     def __init__(self, mesh: Mesh, dp_mode: DataParallelMode, layers: LayerStages, n_experts: int, width: int) -> None:
         self.width = width
         self._mesh = mesh
-        self._layers = layers
         self._data = _DATA_PLACEMENTS[dp_mode]
         self._coord = dict(zip(mesh.axes, mesh.coords().T, strict=True))
-        self._expert_bounds = chunk_bounds(n_experts, mesh.size("ep"))
+        self._pp, self._ep = mesh.size("pp"), mesh.size("ep")
+        self._stage_of_layer = layers.stage.tolist()
+        self._owner_of_expert = np.repeat(np.arange(self._ep), np.diff(chunk_bounds(n_experts, self._ep))).tolist()
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._ranks: dict[tuple[int, int], Int64Array] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
@@ -158,14 +159,11 @@ class _Placer:
 
     def _ranks_of(self, layout: TensorLayout) -> tuple[int, int]:
         """Key into ``_ranks``: (stage, expert-parallel rank) that hold a tensor, -1 for all."""
-        pp = self._mesh.size("pp")
-        stage = {"first": 0, "last": pp - 1, "all": -1}.get(layout.stage, -1)
+        stage = {"first": 0, "last": self._pp - 1}.get(layout.stage, -1)
         if layout.stage == "layer" and layout.layer is not None:
-            stage = int(self._layers.stage[layout.layer])
-        owner = -1
-        if layout.expert is not None:
-            owner = int(np.searchsorted(self._expert_bounds, layout.expert, side="right")) - 1
-        key = (stage if pp > 1 else -1, owner if self._mesh.size("ep") > 1 else -1)
+            stage = self._stage_of_layer[layout.layer]
+        owner = -1 if layout.expert is None else self._owner_of_expert[layout.expert]
+        key = (stage if self._pp > 1 else -1, owner if self._ep > 1 else -1)
         if key not in self._ranks:
             holds = np.ones(self._mesh.world_size, dtype=np.bool_)
             for axis, place_of in zip(("pp", "ep"), key, strict=True):

@@ -72,22 +72,20 @@ class Rule:
             LayoutError: the tensor has no such dimension, or its size does not fit the parts.
         """
         is_stacked = self.kind.startswith("expert") and expert is None
-        stage: StageName = self.stage or ("layer" if layer is not None else "all")
-        base = TensorLayout(
-            ep=Shard(0) if is_stacked else Replicate(),
-            expert=expert if self.kind.startswith("expert") else None,
-            stage=stage,
-            layer=layer,
-            is_whole=self.kind == "whole",
-        )
         if is_stacked and not shape:
             raise LayoutError(f"rule {self.pattern.pattern!r} finds stacked experts in a tensor without dimensions")
         dim = self._tp_dim(len(shape), int(is_stacked))
-        if dim is None:
-            return base
-        if dim >= len(shape):
+        if dim is not None and dim >= len(shape):
             raise LayoutError(f"rule {self.pattern.pattern!r} cuts dimension {dim}, the tensor has {len(shape)}")
-        return replace(base, tp=Shard(dim), parts=self._part_sizes(shape, dim))
+        return TensorLayout(
+            tp=Replicate() if dim is None else Shard(dim),
+            parts=() if dim is None else self._part_sizes(shape, dim),
+            ep=Shard(0) if is_stacked else Replicate(),
+            expert=expert if self.kind.startswith("expert") else None,
+            stage=self.stage or ("layer" if layer is not None else "all"),
+            layer=layer,
+            is_whole=self.kind == "whole",
+        )
 
     def adapter_layout(self, side: str, shape: Sequence[int], layer: int | None, expert: int | None) -> TensorLayout:
         """How a low-rank adapter of a tensor with this rule lies: ``A`` is ``[r, in]``, ``B`` is ``[out, r]``.
