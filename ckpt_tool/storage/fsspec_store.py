@@ -59,7 +59,7 @@ class FsspecStore:
             return self._listing
 
     def read(self, path: str, offset: int, length: int) -> bytes:
-        """``length`` bytes of ``path`` from ``offset``: one request, none for an empty range."""
+        """``length`` bytes of ``path`` from ``offset``: one request; for an empty range a look at the size."""
         where = self._where(path, offset, length)
         if length == 0:
             self._size(path, where)

@@ -22,9 +22,9 @@ from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["LOCAL_COST", "LocalStore"]
 
-# Measured on an NVMe disk: reading over a gap of 64 KiB costs what a request of its own does when the cache is cold, one of
-# 16 KiB when it is warm; with four requests under way the break-even is lower. Four at once give 37,000 cold reads of
-# 4 KiB a second, one 11,600, sixteen no more than four.
+# Measured on an NVMe disk: reading over a gap of 64 KiB costs what a request of its own does when the cache is cold,
+# one of 16 KiB when it is warm. Four requests at once give 37,000 cold reads of 4 KiB a second, one 11,600, sixteen no
+# more than four.
 LOCAL_COST = ReadCost(max_gap_bytes=32 << 10, max_read_bytes=8 << 20, concurrency=4)
 MAX_OPEN_FILES = 128
 MAX_DEPTH = 8
@@ -159,8 +159,9 @@ class LocalStore:
                             (linked if entry.is_symlink() else folders).append(path)
                     elif entry.is_file():
                         yield path, entry.stat().st_size
-                except FileNotFoundError:  # removed since, or a link to nothing
-                    continue
+                except OSError as error:
+                    if error.errno not in {errno.ENOENT, errno.ELOOP}:  # removed since, a link to nothing or to itself
+                        raise _failure(error, join_url(self.url, path)) from error
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
         try:

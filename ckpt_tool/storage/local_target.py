@@ -159,7 +159,7 @@ class LocalTarget:
         """Close all files; the partial folder stays for ``resume`` unless ``discard``."""
         self._handles.close()
         if discard and os.path.isdir(self.root):
-            _remove(self.root)
+            self._remove_partial()
         self._unlock()
 
     def _write(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
@@ -234,8 +234,7 @@ class LocalTarget:
             if resume:
                 self.is_resumed = True
                 return
-            _remove(self.root)
-            self._unlock()
+            self._remove_partial()
         try:
             os.mkdir(self.root)
         except FileExistsError as error:
@@ -275,6 +274,13 @@ class LocalTarget:
         if self._marker_fd >= 0:
             os.close(self._marker_fd)
             self._marker_fd = -1
+
+    def _remove_partial(self) -> None:
+        """Remove the partial folder, locked until it is gone where the system removes what is open."""
+        if _IS_WINDOWS:
+            self._unlock()
+        _remove(self.root)
+        self._unlock()
 
     def _swap_in(self) -> None:
         """Rename the partial folder; what has the final name is swapped out in the same step where the system can."""

@@ -55,10 +55,15 @@ def open_remote(url: str) -> tuple[Any, str]:
     except ValueError as error:
         hint = "use a path, or a URL that fsspec knows (s3://, gs://, hdfs://, https:// ...)"
         raise UsageError(f"{scheme}:// cannot be opened: {error}", where=shown(url), hint=hint) from error
-    except OSError as error:  # pyarrow's HDFS client, which looks for libhdfs and Java only now
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # HDFS clients: pyarrow's looks for Java only now, the other for name nodes
+        if not _is_from_storage(error):
+            raise
         remedy = _remedy(scheme) if scheme in _EXTRAS else None
         raise StorageError(
-            f"the client for {scheme}:// does not start: {error}", where=shown(url), hint=remedy
+            f"the client for {scheme}:// does not start: {_first_line(error)}", where=shown(url), hint=remedy
         ) from error
     return fs, str(root)
 
@@ -82,15 +87,15 @@ def failure_of(error: Exception, where: str) -> CkptError | None:
     """``error`` as one of ours, None when it does not come from the storage (a bug, which must be seen as one)."""
     if isinstance(error, CkptError):
         return error
+    error = _behind(error)
     if isinstance(error, FileNotFoundError):
         return NotFound("no such file", where=where)
     name = type(error).__name__
+    text = _first_line(error)
     if isinstance(error, PermissionError) or "Credential" in name or getattr(error, "status", None) in {401, 403}:
         hint = "check the credentials that this process sees (environment, profile, metadata service)"
-        return StorageError(f"access is refused: {error}", where=where, hint=hint)
+        return StorageError(f"access is refused: {text}", where=where, hint=hint)
     if _is_from_storage(error):
-        # Text of an error may quote the URL with its signature.
-        text = str(error).partition("?")[0] if "://" in str(error) else str(error)
         return StorageError(f"{name}: {text}" if text else name, where=where)
     return None
 
@@ -119,7 +124,7 @@ def _tried(call: Callable[[], Result], *, where: str, attempts: int) -> Result:
             failure = failure_of(error, where)
             if failure is None or failure is error:
                 raise
-            if number >= attempts or not _is_transient(error):
+            if number >= attempts or not _is_transient(_behind(error)):
                 if number > 1:
                     failure.message += f" (after {number} attempts)"
                 raise failure from error
@@ -128,10 +133,37 @@ def _tried(call: Callable[[], Result], *, where: str, attempts: int) -> Result:
         number += 1
 
 
+def _first_line(error: Exception) -> str:
+    """Text of an error without what follows a question mark of a URL, which may be a signature."""
+    line = next(iter(str(error).splitlines()), "")
+    return line.partition("?")[0] if "://" in line else line
+
+
+def _behind(error: Exception) -> Exception:
+    """What happened: the HTTP client of fsspec calls every failure of a first look "file not found"."""
+    cause = error.__cause__
+    if not (isinstance(error, FileNotFoundError) and isinstance(cause, Exception)):
+        return error
+    is_missing = _client(cause) != "aiohttp" or getattr(cause, "status", None) in {404, 410}
+    return error if is_missing else cause
+
+
+def _client(error: Exception) -> str:
+    """The package whose class ``error`` is of; for a builtin class, the one whose code was running."""
+    module = type(error).__module__
+    trace = error.__traceback__
+    if module == "builtins" and trace is not None:
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0]
+
+
 def _is_from_storage(error: Exception) -> bool:
     # asyncio.TimeoutError is no OSError before Python 3.11; fsspec's FSTimeoutError derives from it.
     is_timeout = isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
-    return isinstance(error, OSError) or is_timeout or type(error).__module__.partition(".")[0] in _CLIENTS
+    is_native = isinstance(error, RuntimeError) and _client(error) == "hdfs_native"  # which raises no other class
+    return isinstance(error, OSError) or is_timeout or is_native or type(error).__module__.partition(".")[0] in _CLIENTS
 
 
 def _is_transient(error: Exception) -> bool:
@@ -140,7 +172,8 @@ def _is_transient(error: Exception) -> bool:
         return status in _TRANSIENT_STATUS or status >= 500
     if isinstance(error, _PERMANENT_TYPES) or "Credential" in type(error).__name__:
         return False
-    return not (isinstance(error, OSError) and error.errno in _PERMANENT)
+    # What boto reports it has tried again itself, for ten seconds.
+    return _client(error) != "botocore" and not (isinstance(error, OSError) and error.errno in _PERMANENT)
 
 
 def _remedy(scheme: str) -> str:

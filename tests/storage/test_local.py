@@ -95,6 +95,16 @@ def test_link_to_nothing(tmp_path: Path) -> None:
         store.read("x", 0, 1)
 
 
+def test_link_to_itself(tmp_path: Path) -> None:
+    """A link that leads to itself stops neither the listing nor the program."""
+    (tmp_path / "x").symlink_to("x")
+    (tmp_path / "y").write_bytes(b"y")
+    store = LocalStore(str(tmp_path))
+    assert store.listing().sizes == {"y": 1}
+    with pytest.raises(StorageError, match="x: cannot be read: Too many levels of symbolic links"):
+        store.read("x", 0, 1)
+
+
 def test_not_a_regular_file(tmp_path: Path) -> None:
     """A pipe would block whoever opens it, so it is neither listed nor opened; a folder is no file."""
     os.mkfifo(tmp_path / "pipe")

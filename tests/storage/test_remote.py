@@ -210,6 +210,52 @@ def test_query_belongs_to_the_request_only(monkeypatch: pytest.MonkeyPatch) -> N
         store.read("x.safetensors", 0, 1)
 
 
+def disguised(cause: Exception) -> FileNotFoundError:
+    """As the HTTP client of fsspec reports whatever went wrong."""
+    error = FileNotFoundError("https://host/x")
+    error.__cause__ = cause
+    return error
+
+
+def test_disguised_failures(pauses: list[float]) -> None:
+    """A server that does not answer is not a missing file; a missing one is."""
+
+    def failing(status: int) -> None:
+        raise disguised(ClientError(status))
+
+    with pytest.raises(StorageError, match=r"ClientError: status 503 of https://host/x \(after 5 attempts\)"):
+        remote.retried(lambda: failing(503), where="x")
+    pauses.clear()
+    with pytest.raises(NotFound):
+        remote.retried(lambda: failing(404), where="x")
+    assert pauses == []
+
+
+def test_retries_are_not_multiplied(pauses: list[float]) -> None:
+    """Boto tries again by itself; after that it is not tried again here. Only the first line of an error is told."""
+
+    class EndpointConnectionError(Exception):
+        """As boto raises it."""
+
+    EndpointConnectionError.__module__ = "botocore.exceptions"
+
+    def failing() -> None:
+        raise EndpointConnectionError("no endpoint\nand a page of text")
+
+    with pytest.raises(StorageError, match=r"^x: EndpointConnectionError: no endpoint$"):
+        remote.retried(failing, where="x")
+    assert pauses == []
+
+
+@pytest.mark.parametrize(("package", "expected"), [("hdfs_native", StorageError), ("ckpt_tool", RuntimeError)])
+def test_errors_of_native_clients(pauses: list[float], package: str, expected: type[Exception]) -> None:
+    """A client in Rust raises RuntimeError for everything; the same from elsewhere is a bug."""
+    module: dict[str, Any] = {"__name__": f"{package}.fsspec"}
+    exec("def call(): raise RuntimeError('No NameNode')", module)
+    with pytest.raises(expected, match="No NameNode"):
+        remote.retried(module["call"], where="x")
+
+
 def test_pauses_are_bounded(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many attempts there are, a pause stays within seconds."""
     monkeypatch.setattr(remote, "ATTEMPTS", 12)
