@@ -1,0 +1,105 @@
+"""Measuring whole processes side by side: interleaved runs, wall time and peak memory from the operating system.
+
+Machines are noisy and drift, so commands take turns (A B C A B C ...), and what counts is the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["Figure", "Row", "interleaved", "report"]
+
+RESULTS = Path("bench-results")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command of a comparison."""
+
+    name: str
+    argv: Sequence[str]
+    output: Path | None = None
+    """Removed before each run."""
+    environment: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What was seen of one command: seconds and megabytes (10**6 bytes)."""
+
+    name: str
+    min_s: float
+    median_s: float
+    max_s: float
+    peak_mb: float
+
+
+def interleaved(rows: Sequence[Row], *, n_rounds: int) -> list[Figure]:
+    """Run all commands in turn, one unmeasured round first; a command that fails stops the benchmark."""
+    seconds: dict[str, list[float]] = {row.name: [] for row in rows}
+    peaks: dict[str, list[float]] = {row.name: [] for row in rows}
+    for number in range(n_rounds + 1):
+        for row in rows:
+            if row.output is not None:
+                _remove(row.output)
+            wall, peak = _run(row)
+            if number:
+                seconds[row.name].append(wall)
+                peaks[row.name].append(peak)
+    for row in rows:
+        if row.output is not None:
+            _remove(row.output)
+    return [
+        Figure(name, min(times), statistics.median(times), max(times), max(peaks[name]))
+        for name, times in seconds.items()
+    ]
+
+
+def _run(row: Row) -> tuple[float, float]:
+    started = time.perf_counter()
+    environment = {**os.environ, **(row.environment or {})}
+    with subprocess.Popen(row.argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as process:
+        errors = process.stderr.read() if process.stderr is not None else b""
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    wall = time.perf_counter() - started
+    if process.returncode:
+        raise RuntimeError(f"{row.name} exited with {process.returncode}: {errors.decode()[-2000:]}")
+    return wall, usage.ru_maxrss * 1024 / 1e6
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+def report(title: str, figures: Sequence[Figure], *, peer: str, write: Callable[[str], object] = print) -> None:
+    """Print a table with ratios to ``peer`` and keep it as JSON, beside the ratios of the run before."""
+    base = next(figure for figure in figures if figure.name == peer)
+    path = RESULTS / f"{title.split(':')[0]}.json"
+    before: dict[str, float] = {}
+    if path.exists():
+        before = {row["name"]: row["ratio"] for row in json.loads(path.read_text())["rows"]}
+    write(f"\n{title}")
+    write(f"{'':34s} {'min s':>8s} {'median':>8s} {'max':>8s} {'x ' + peer:>12s} {'last':>8s} {'peak MB':>9s}")
+    rows = []
+    for figure in figures:
+        ratio = figure.median_s / base.median_s
+        last = f"{before[figure.name]:8.2f}" if figure.name in before else f"{'-':>8s}"
+        write(
+            f"{figure.name:34s} {figure.min_s:8.3f} {figure.median_s:8.3f} {figure.max_s:8.3f} {ratio:12.2f} {last} "
+            f"{figure.peak_mb:9.0f}"
+        )
+        rows.append({**asdict(figure), "ratio": ratio})
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"title": title, "peer": peer, "rows": rows}, indent=1) + "\n")

@@ -1,0 +1,108 @@
+"""Offline conversions beside `cp` and torch's own tools: wall time, peak memory and start-up, whole processes.
+
+``CKPT_BENCH_GB`` sets the size (1.5), ``CKPT_BENCH_ROUNDS`` the measured rounds (5).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.measure import Row, interleaved, report
+
+pytestmark = pytest.mark.bench
+
+GIGABYTES = float(os.environ.get("CKPT_BENCH_GB", "1.5"))
+ROUNDS = int(os.environ.get("CKPT_BENCH_ROUNDS", "5"))
+HERE = Path(__file__).parent
+CKPT = [sys.executable, "-m", "ckpt_tool"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+DCP_TO_TORCH = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source checkpoint in ``source``."""
+    base = tmp_path_factory.mktemp("bench")
+    argv = [*TORCHRUN, "--nproc_per_node=4", str(HERE / "make_dcp.py"), str(base / "source"), str(GIGABYTES)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return base
+
+
+def ckpt(name: str, base: Path, target: str, *words: str) -> Row:
+    """A row for one of our commands."""
+    return Row(name, [*CKPT, words[0], str(base / "source"), str(base / target), *words[1:]], base / target)
+
+
+def test_reshard_against_cp_and_torch(folder: Path) -> None:
+    """Shard(0) over 4 ranks to TP 4, start-up included, page cache warm."""
+    source = str(folder / "source")
+    rows = [
+        Row("cp -r", ["cp", "-r", source, str(folder / "cp")], folder / "cp"),
+        ckpt("ckpt reshard to rank files", folder, "rank", "reshard", "--tp", "4", "--to", "rank-files", "--no-fsync"),
+        ckpt("ckpt reshard to DCP with CRCs", folder, "dcp", "reshard", "--tp", "4", "--to", "dcp", "--no-fsync"),
+        Row("cp -r; sync", ["sh", "-c", f"cp -r {source} {folder}/cp && sync"], folder / "cp"),
+        ckpt("ckpt reshard to DCP with fsync", folder, "dcp", "reshard", "--tp", "4", "--to", "dcp"),
+    ]
+    report(f"reshard: {GIGABYTES} GB, FSDP 4 to TP 4", interleaved(rows, n_rounds=ROUNDS), peer="cp -r")
+    torch_rows = [
+        ckpt("ckpt reshard to DCP with CRCs", folder, "dcp", "reshard", "--tp", "4", "--to", "dcp", "--no-fsync"),
+        Row(
+            "torch DCP load and save, 2 ranks",
+            [*TORCHRUN, "--nproc_per_node=2", str(HERE / "reshard_with_torch.py"), source, str(folder / "torch")],
+            folder / "torch",
+        ),
+    ]
+    report(
+        f"reshard-torch: {GIGABYTES} GB", interleaved(torch_rows, n_rounds=min(ROUNDS, 3)),
+        peer="ckpt reshard to DCP with CRCs",
+    )  # fmt: skip
+
+
+def test_export_against_dcp_to_torch_save(folder: Path) -> None:
+    """The weights as safetensors; torch's converter always takes everything, so ours is measured with all too."""
+    rows = [
+        ckpt("ckpt export weights", folder, "st", "export", "--no-fsync"),
+        ckpt("ckpt export --all", folder, "all", "export", "--all", "--names", "source", "--no-fsync"),
+        Row(
+            "torch dcp_to_torch_save",
+            [*DCP_TO_TORCH, str(folder / "source"), str(folder / "all.pt")],
+            folder / "all.pt",
+        ),
+    ]
+    report(f"export: {GIGABYTES} GB", interleaved(rows, n_rounds=min(ROUNDS, 3)), peer="ckpt export weights")
+
+
+def test_memory_follows_the_budget(folder: Path) -> None:
+    """Peak memory with a small and with the default budget."""
+    rows = [
+        ckpt(f"ckpt reshard --memory {memory}", folder, "dcp", "reshard", "--tp", "4", "--memory", memory, "--no-fsync")
+        for memory in ("64MiB", "1GiB")
+    ]
+    report("memory: budget", interleaved(rows, n_rounds=1), peer="ckpt reshard --memory 1GiB")
+
+
+def test_start_up() -> None:
+    """What a command costs before it does anything."""
+    rows = [
+        Row("python -c pass", [sys.executable, "-c", "pass"]),
+        Row("ckpt --version", [*CKPT, "--version"]),
+        Row("ckpt --help", [*CKPT, "--help"]),
+        Row("ckpt inspect (small)", [*CKPT, "inspect", "fixtures/torch/dcp_fsdp2_4r_fp32/ckpt"]),
+        Row("python -c 'import torch'", [sys.executable, "-c", "import torch"]),
+    ]
+    report("start-up: warm", interleaved(rows, n_rounds=max(ROUNDS, 5)), peer="python -c pass")
+
+
+def test_verify_and_diff_speed(folder: Path) -> None:
+    """Checking every byte beside reading every byte."""
+    source = str(folder / "source")
+    rows = [
+        Row("cat all files", ["sh", "-c", f"ls {source}/*.distcp | xargs -P 2 -n 2 cat > /dev/null"]),
+        Row("ckpt verify --full", [*CKPT, "verify", source, "--full"]),
+    ]
+    report(f"verify: {GIGABYTES} GB", interleaved(rows, n_rounds=ROUNDS), peer="cat all files")
