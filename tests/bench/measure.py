@@ -86,7 +86,7 @@ def _remove(path: Path) -> None:
 def report(title: str, figures: Sequence[Figure], *, peer: str, write: Callable[[str], object] = print) -> None:
     """Print a table with ratios to ``peer`` and keep it as JSON, beside the ratios of the run before."""
     base = next(figure for figure in figures if figure.name == peer)
-    path = RESULTS / f"{title.split(':')[0]}.json"
+    path = RESULTS / f"{title.split(':', maxsplit=1)[0]}.json"
     before: dict[str, float] = {}
     if path.exists():
         before = {row["name"]: row["ratio"] for row in json.loads(path.read_text())["rows"]}

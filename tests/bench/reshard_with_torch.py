@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node=N reshard_with_torch.py SOURCE TARGET: how torch reshards, by loading and saving in a job."""
+"""torchrun --nproc_per_node=N reshard_with_torch.py SOURCE TARGET: how torch reshards, a job that loads and saves."""
 
 from __future__ import annotations
 
