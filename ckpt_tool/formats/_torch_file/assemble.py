@@ -21,7 +21,7 @@ from ckpt_tool.formats._torch_file.placed import Piece, Placed, place
 from ckpt_tool.formats._torch_file.rows import Rows, StoragePlace
 from ckpt_tool.manifest.model import Blob, KeyPath, MeshInfo
 
-__all__ = ["Assembly", "Part", "PlacedBy", "assemble", "same_value"]
+__all__ = ["Assembly", "Part", "PlacedBy", "assemble", "by_itself", "same_value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Assembly:
     """Tensors without a placement whose shapes or dtypes differ; each file's is called ``name@rankN``."""
     flat: list[str] = field(default_factory=list)
     """Flat parameters of FSDP1, which are pieces of several parameters."""
+    n_claiming_ranks: int = 0
+    """One more than the highest rank that a ShardedTensor lists a box of; 0 without ShardedTensors."""
     rank_mismatches: list[str] = field(default_factory=list)
     """Files whose pickles say that they are of another rank than their names."""
 
@@ -75,7 +77,7 @@ def assemble(
         Unsupported: a placement that cannot be joined.
     """
     found = Assembly()
-    locate = placed or _by_itself
+    locate = placed or by_itself
     held: dict[str, list[tuple[Part, Entry, Placed]]] = {}
     values: dict[str, list[tuple[Part, Entry]]] = {}
     for part in parts:
@@ -108,7 +110,8 @@ def assemble(
     return found
 
 
-def _by_itself(part: Part, entry: Entry) -> list[tuple[str, KeyPath, Placed]] | None:
+def by_itself(part: Part, entry: Entry) -> list[tuple[str, KeyPath, Placed]] | None:
+    """As the tensor's own class says."""
     one = place(entry.value, part.rank)
     if one is None:
         return None
@@ -149,6 +152,7 @@ def _add_tensor(
             raise
         if one.mesh is not None:
             _add_mesh(found, one.mesh)
+        found.n_claiming_ranks = max(found.n_claiming_ranks, *(rank + 1 for rank, _ in one.claims), 0)
         _add_pieces(found, row, part, one.pieces)
 
 
@@ -167,8 +171,9 @@ def _add_pieces(found: Assembly, row: int, part: Part, pieces: Iterable[Piece]) 
 
 
 def _add_mesh(found: Assembly, mesh: MeshInfo) -> None:
-    """Keep the mesh with the most ranks: tensors may live on a part of it."""
-    if found.mesh is None or prod(mesh.sizes) > prod(found.mesh.sizes):
+    """Keep the mesh with the most ranks, then the most axes: tensors may live on a part of it, or on it flattened."""
+    known = found.mesh
+    if known is None or (prod(mesh.sizes), len(mesh.sizes)) > (prod(known.sizes), len(known.sizes)):
         found.mesh = mesh
 
 

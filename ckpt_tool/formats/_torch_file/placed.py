@@ -44,7 +44,7 @@ class Placed:
     pieces: tuple[Piece, ...]
     """Boxes that are not empty; none when the rank holds nothing."""
     kind: str
-    """``plain`` (no placement recorded), ``dtensor`` or ``sharded_tensor``."""
+    """``plain`` (no placement recorded), ``dtensor``, ``sharded_tensor`` or ``layout``."""
     mesh: MeshInfo | None = None
     mesh_rank: int | None = None
     """The rank that the pickle says it is."""
