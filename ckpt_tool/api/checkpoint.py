@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,6 @@ from ckpt_tool.plan.build import PlanLimits
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Store
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "Checkpoint", "TensorView", "open_checkpoint", "plan_limits"]
 
@@ -81,8 +78,8 @@ class TensorView:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
-    def torch(self) -> torch.Tensor:
-        """All elements as a torch tensor (needs torch)."""
+    def torch(self) -> Any:
+        """All elements as a ``torch.Tensor`` (needs torch)."""
         from ckpt_tool.frameworks.tensors import torch_tensor
 
         return torch_tensor(self.numpy(), self.dtype, self.shape)
