@@ -114,6 +114,7 @@ class FsspecStore:
             raise StorageError(
                 f"expected {length:,} bytes, got {len(data):,}: the server does not serve byte ranges",
                 where=f"{join_url(self.url, path)}:{offset}",
+                hint="download the files and open them here",
             )
         if len(data) < length:
             self._check_end(path, offset, length)
