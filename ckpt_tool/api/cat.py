@@ -1,0 +1,112 @@
+"""Cat: one tensor, or a box of it, as an array; only the bytes of that box are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, TensorView, open_checkpoint
+from ckpt_tool.errors import StorageError, TargetExists
+from ckpt_tool.manifest.select import parse_slice
+
+__all__ = ["Excerpt", "cat", "save_npy"]
+
+# What numpy.load gives back without ml_dtypes: its own kinds. The others are stored as the unsigned integers of their
+# width, as `.npy` would call them void and lose which type they were.
+_NUMPY_KINDS = "biufc"
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Elements of a tensor, and what tensor they are of."""
+
+    fqn: str
+    dtype: str
+    """torch's name; the array has ml_dtypes' type for bfloat16 and float8, raw bytes for packed types."""
+    shape: tuple[int, ...]
+    """Global shape of the tensor."""
+    array: npt.NDArray[Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema 1: ``{schema, fqn, dtype, shape, values}``; values nest like the array, raw bytes as hex text.
+
+        NaN and infinities, which JSON cannot say, are the texts ``nan``, ``inf`` and ``-inf``.
+        """
+        return {
+            "schema": 1,
+            "fqn": self.fqn,
+            "dtype": self.dtype,
+            "shape": list(self.array.shape),
+            "values": _listed(self.array),
+        }
+
+
+def cat(
+    source: Checkpoint | str | os.PathLike[str], what: str, *, memory_budget_bytes: int = DEFAULT_MEMORY_BYTES
+) -> Excerpt:
+    """The elements that ``what`` names.
+
+    Args:
+        source: an open checkpoint (it stays open), or where one is.
+        what: a name, or a name with a slice as numpy writes it: ``layers.0.weight[0:4, :]``.
+        memory_budget_bytes: bound for buffers; the array itself comes on top.
+
+    Raises:
+        NotFound: no such tensor; the hint names the nearest ones.
+        UsageError: the slice does not fit the tensor.
+    """
+    if not isinstance(source, Checkpoint):
+        with open_checkpoint(source, memory_budget_bytes=memory_budget_bytes) as opened:
+            return cat(opened, what, memory_budget_bytes=memory_budget_bytes)
+    fqn, index = (what, ()) if what in source.manifest.tensors.index else parse_slice(what)
+    view = TensorView(source, fqn)
+    return Excerpt(fqn, view.dtype.name, view.shape, view[index])
+
+
+def save_npy(excerpt: Excerpt, path: str, *, overwrite: bool = False) -> str | None:
+    """Write ``path`` as a ``.npy`` file; a sentence on how to read it where ``numpy.load`` alone does not suffice.
+
+    Raises:
+        TargetExists: the file is there already.
+        StorageError: it cannot be written.
+    """
+    if os.path.exists(path) and not overwrite:
+        raise TargetExists("exists already", where=path, hint="add --overwrite to replace it")
+    array, note = excerpt.array, None
+    if array.dtype.kind not in _NUMPY_KINDS or array.dtype.type.__module__ != "numpy":
+        raw = array.view(f"u{array.dtype.itemsize}" if array.dtype.itemsize in {1, 2, 4, 8} else "u1")
+        note = f"numpy has no {excerpt.dtype}, so {path} holds its bytes as {raw.dtype.name}"
+        if array.dtype.type is not np.void:
+            note += f"; read it with numpy.load({path!r}).view(ml_dtypes.{array.dtype.name})"
+        array = raw
+    try:
+        with Path(path).open("wb") as file:
+            np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", where=path) from error
+    return note
+
+
+def _listed(array: npt.NDArray[Any]) -> Any:
+    if array.ndim:
+        return [_listed(part) for part in array]
+    value = array[()]
+    if array.dtype.kind == "V" and array.dtype.type is np.void:
+        return bytes(value).hex()
+    if array.dtype.kind == "c":
+        return [_number(value.real), _number(value.imag)]
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    found = float(value)
+    return found if np.isfinite(found) else str(found)

@@ -1,0 +1,59 @@
+"""``ckpt cat``: the numbers of one tensor, or of a box of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Overwrite, Quiet, Source
+from ckpt_tool.cli.output import output
+from ckpt_tool.cli.text import Span, line
+from ckpt_tool.sizes import parse_bytes
+
+What = Annotated[
+    str,
+    typer.Argument(metavar="NAME[SLICE]", help="Tensor, or part of it: 'layers.0.weight[0:4, :]'.", show_default=False),
+]
+Out = Annotated[
+    str | None, typer.Option("--out", metavar="FILE.npy", help="Write a .npy file instead.", show_default=False)
+]
+
+
+def cat(
+    source: Source,
+    what: What,
+    *,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    memory: Memory = DEFAULT_MEMORY,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Print a tensor or a slice of it, or save it as .npy.
+
+    Only the bytes of the slice are read.
+
+    With --json: {"schema": 1, fqn, dtype, shape, values}, values nested; NaN and infinities are text.
+    """
+    from ckpt_tool.api.cat import cat as read_excerpt
+    from ckpt_tool.api.cat import save_npy
+    from ckpt_tool.cli.render_values import array_text
+
+    sink = output(json=json, quiet=quiet)
+    excerpt = read_excerpt(source, what, memory_budget_bytes=parse_bytes(memory))
+    shape = list(excerpt.array.shape)
+    title = line(Span(excerpt.fqn, "bold"), f"  {excerpt.dtype} {list(excerpt.shape)}")
+    if shape != list(excerpt.shape):
+        title = line(title, Span(f"  shown {shape}", "dim"))
+    if out is not None:
+        note = save_npy(excerpt, out, overwrite=overwrite)
+        sink.talk([line("wrote ", Span(out, "green"), f"  {excerpt.dtype} {shape}")])
+        if note:
+            sink.talk([line(Span("note: ", "yellow"), note)])
+        sink.json({"schema": 1, "fqn": excerpt.fqn, "dtype": excerpt.dtype, "shape": shape, "file": out, "note": note})
+        return
+    sink.show([title])
+    sink.show(line(row) for row in array_text(excerpt.array, width=sink.width))
+    sink.values(array_text(excerpt.array, width=sink.width, is_whole=True) if quiet else ())
+    sink.json(excerpt.to_json())

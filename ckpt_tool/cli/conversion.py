@@ -1,0 +1,81 @@
+"""The common end of ``reshard``, ``export`` and ``plan``: show the plan, or run it and say what came out.
+
+Everything that the target will not have like the source (dropped, cast, assumed) is part of the result, not talk.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from ckpt_tool.cli.output import Output
+from ckpt_tool.cli.progress import progress_bar
+from ckpt_tool.cli.render_plan import cast_lines, drop_lines, mesh_text, plan_lines, result_lines
+from ckpt_tool.cli.text import Span, line
+from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from ckpt_tool.api.conversion import Conversion
+    from ckpt_tool.engine.base import CastReport
+
+_RESUME = "the same command with --resume goes on where this one stopped"
+
+__all__ = ["run_conversion", "save_plan", "show_plan"]
+
+
+def show_plan(sink: Output, conversion: Conversion) -> None:
+    """Print what would be done. With --json the document is `Conversion.summary`'s."""
+    sink.show(plan_lines(conversion, width=sink.width))
+    _show_differences(sink, conversion)
+    sink.json(conversion.summary())
+
+
+def save_plan(sink: Output, conversion: Conversion, path: str) -> None:
+    """Write every byte range of the plan as JSON; ``-`` is stdout.
+
+    Raises:
+        UsageError: stdout is taken by another document.
+        StorageError: the file cannot be written.
+    """
+    if path == "-":
+        if sink.mode != "quiet":
+            raise UsageError("--plan-json - needs stdout for the plan alone", hint="add --quiet, or name a file")
+        sys.stdout.writelines(conversion.plan_json())
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(conversion.plan_json())
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", where=path) from error
+
+
+def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_json: str | None) -> None:
+    """Show the plan and, unless it is a dry run, write the target. With --json: `ConversionResult.to_json`."""
+    with conversion.checkpoint:
+        if plan_json is not None:
+            save_plan(sink, conversion, plan_json)
+        if dry_run:
+            show_plan(sink, conversion)
+            return
+        stats = conversion.plan.stats
+        formats = f"{conversion.plan.source.format} to {conversion.plan.target.format}, {mesh_text(conversion.mesh)}"
+        memory = format_bytes(conversion.peak_memory_bytes)
+        sink.talk([line(f"{formats}: {format_bytes(stats.written_nbytes)} with at most {memory} of buffers")])
+        try:
+            with progress_bar(sink, "writing") as moved:
+                result = conversion.run(moved)
+        except KeyboardInterrupt:
+            sink.talk([line(Span("hint: ", "bold cyan"), _RESUME)])
+            raise
+    sink.show(result_lines(result, conversion.mesh, width=sink.width))
+    _show_differences(sink, conversion, result.report.casts)
+    sink.json(result.to_json())
+    sink.values([] if plan_json == "-" else [result.target_url])
+
+
+def _show_differences(sink: Output, conversion: Conversion, reports: tuple[CastReport, ...] = ()) -> None:
+    casts = [(cast.fqn, cast.source.name, cast.target.name) for cast in conversion.casts]
+    sink.show(cast_lines(casts, reports, width=sink.width))
+    sink.show(drop_lines(conversion.dropped, width=sink.width))
+    sink.notes(conversion.notes)

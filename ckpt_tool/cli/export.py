@@ -1,0 +1,98 @@
+"""``ckpt export``: whole tensors in a format that other programs load."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt_tool.cli.options import (
+    DEFAULT_MEMORY,
+    Choice,
+    DryRun,
+    Dtype,
+    Exclude,
+    Include,
+    Json,
+    Memory,
+    NoFsync,
+    Overwrite,
+    PlanJson,
+    Quiet,
+    Resume,
+    Source,
+    Target,
+    Tied,
+    Workers,
+)
+from ckpt_tool.cli.output import output
+from ckpt_tool.sizes import parse_bytes
+
+
+class Names(Choice):
+    """What tensors are called in the target."""
+
+    hf = "hf"
+    source = "source"
+
+
+def export(
+    source: Source,
+    target: Target,
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch-save or dcp.")] = "safetensors",
+    everything: Annotated[
+        bool, typer.Option("--all", help="All state, not the model's tensors alone; objects where FORMAT holds them.")
+    ] = False,
+    names: Annotated[
+        Names, typer.Option(help="Names as the model has them (hf), or as the checkpoint has them (source).")
+    ] = Names.hf,
+    include: Include = None,
+    exclude: Exclude = None,
+    dtype: Dtype = None,
+    tied: Annotated[
+        Tied, typer.Option(help="Tensors that share bytes: write each, only the first, or as the config says.")
+    ] = Tied.auto,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Start a new file before this many bytes (5GB).", show_default=False),
+    ] = None,
+    memory: Memory = DEFAULT_MEMORY,
+    workers: Workers = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    no_fsync: NoFsync = False,
+    dry_run: DryRun = False,
+    plan_json: PlanJson = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write whole tensors in a format that other programs load.
+
+    Everything that is dropped or changed is listed; what would be lost silently is refused.
+
+    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes}; with --dry-run
+    too: the plan's bytes, requests, memory, casts, dropped, notes.
+    """
+    from ckpt_tool.api.export import prepare_export
+    from ckpt_tool.cli.conversion import run_conversion
+
+    sink = output(json=json, quiet=quiet)
+    conversion = prepare_export(
+        source,
+        target,
+        to=to,
+        everything=everything,
+        names=names.value,
+        include=include or (),
+        exclude=exclude or (),
+        dtype=dtype,
+        tied=tied.value,
+        max_shard_nbytes=None if max_shard_size is None else parse_bytes(max_shard_size),
+        memory_budget_bytes=parse_bytes(memory),
+        n_workers=workers,
+        overwrite=overwrite,
+        resume=resume,
+        durable=not no_fsync,
+    )
+    run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)

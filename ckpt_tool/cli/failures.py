@@ -1,0 +1,116 @@
+"""A failure is shown as one line that says what is wrong, one that says what to do, and an exit status.
+
+::
+
+    error: run/step-500: an empty folder, no checkpoint
+    hint: give one of the folders in "run"
+
+With ``--json`` it is ``{"error": {"kind", "message", "where", "hint", "exit_code"}}`` on stderr; stdout stays empty.
+Status: 0 fine, 1 verify found problems, 2 usage, 3 bad checkpoint or layout, 4 storage, 130 interrupted, 141 the reader
+of the output went away. Only errors that are raised on purpose are shown like this: everything else is a bug, and keeps
+its traceback; ``CKPT_DEBUG=1`` shows that of the others too. Knows exceptions; knows nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from ckpt_tool.cli.output import has_colour
+from ckpt_tool.cli.text import Line, Span, line, paint, plain
+from ckpt_tool.errors import CkptError
+
+__all__ = ["BROKEN_PIPE", "INTERRUPTED", "failure", "interruptions", "reported"]
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as a program ends that does not handle it
+
+
+def failure(error: CkptError) -> dict[str, Any]:
+    """What ``--json`` prints of an error.
+
+    >>> from ckpt_tool.errors import NotFound
+    >>> failure(NotFound("nothing there", where="run"))["error"]["kind"]
+    'not-found'
+    """
+    kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
+    return _record(kind, error.message, error.exit_code, where=error.where, hint=error.hint)
+
+
+def _record(kind: str, message: str, code: int, *, where: str | None = None, hint: str | None = None) -> dict[str, Any]:
+    return {"error": {"kind": kind, "message": message, "where": where, "hint": hint, "exit_code": code}}
+
+
+@contextmanager
+def interruptions() -> Iterator[None]:
+    """Turns Ctrl-C and a closed pipe into an exit with their status; they would otherwise be swallowed by typer."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _print([line(Span("interrupted", "red"))])
+        _exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _exit(BROKEN_PIPE)
+
+
+@contextmanager
+def reported(*, as_json: bool) -> Iterator[None]:
+    """Prints an error that was raised on purpose and exits with its status; others pass."""
+    try:
+        yield
+    except CkptError as error:
+        if os.environ.get("CKPT_DEBUG"):
+            raise
+        _show(failure(error), as_json=as_json)
+        _exit(error.exit_code)
+    except Exception as error:
+        usage = _usage(error)
+        if usage is None:
+            raise
+        _show(usage, as_json=as_json)
+        _exit(2)
+
+
+def _usage(error: Exception) -> dict[str, Any] | None:
+    """The record of an error of typer's parser, None for any other.
+
+    Told by what it can do: typer brings a parser of its own since 0.26 and used click's before, so the class has no
+    fixed place.
+    """
+    describe = getattr(error, "format_message", None)
+    if describe is None or not hasattr(error, "exit_code"):
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "ckpt"
+    message = str(describe()).rstrip(".")
+    return _record("usage", message[:1].lower() + message[1:], 2, hint=f"{command} --help")
+
+
+def _show(record: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stderr.write(json.dumps(record, ensure_ascii=False) + "\n")
+        return
+    found = record["error"]
+    place = f"{found['where']}: " if found["where"] else ""
+    lines = [line(Span("error: ", "bold red"), place, found["message"])]
+    if found["hint"]:
+        lines.append(line(Span("hint: ", "bold cyan"), found["hint"]))
+    _print(lines)
+
+
+def _print(lines: list[Line]) -> None:
+    text = paint if has_colour(sys.stderr) else plain
+    sys.stdout.flush()
+    sys.stderr.writelines(f"{text(found)}\n" for found in lines)
+
+
+def _exit(code: int) -> NoReturn:
+    raise SystemExit(code)

@@ -1,0 +1,186 @@
+"""Options that several commands share: a flag means, and says in ``--help``, the same everywhere."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "DEFAULT_MEMORY",
+    "Choice",
+    "DataMode",
+    "Default",
+    "Dp",
+    "DpMode",
+    "DryRun",
+    "Dtype",
+    "Ep",
+    "Exclude",
+    "Include",
+    "Json",
+    "Memory",
+    "MeshText",
+    "NoFsync",
+    "OfRanks",
+    "Overwrite",
+    "PlanJson",
+    "Pp",
+    "Quiet",
+    "RankState",
+    "Replicas",
+    "Resume",
+    "RulesFile",
+    "Section",
+    "Source",
+    "StoredReplicas",
+    "Target",
+    "Tied",
+    "ToFormat",
+    "Tp",
+    "UncoveredAs",
+    "Workers",
+]
+
+
+class Choice(str, Enum):
+    """One of several words; a member is its own text."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Section(Choice):
+    """Parts of a checkpoint."""
+
+    model = "model"
+    optimizer = "optimizer"
+    other = "other"
+
+
+class DpMode(Choice):
+    """What data-parallel ranks do to a tensor."""
+
+    shard = "shard"
+    replicate = "replicate"
+
+
+class Default(Choice):
+    """What to do with a tensor that no rule covers."""
+
+    shard0 = "shard0"
+    replicate = "replicate"
+
+
+class Replicas(Choice):
+    """How often a replicated box is stored."""
+
+    auto = "auto"
+    once = "once"
+    all = "all"
+
+
+class RankState(Choice):
+    """What to do with states of single ranks."""
+
+    keep = "keep"
+    drop = "drop"
+
+
+class Tied(Choice):
+    """What to do with tensors that share their bytes."""
+
+    auto = "auto"
+    keep = "keep"
+    drop = "drop"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC", help="Checkpoint: a path, or a URL such as s3://bucket/step-500.", show_default=False
+    ),
+]
+Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a path or a URL.", show_default=False)]
+
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        "--tensor",
+        metavar="GLOB",
+        help="Only tensors that fit: a glob ('*' crosses dots, {a,b} is either) or re:REGEX. Repeatable.",
+        show_default=False,
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Leave out tensors that fit. Repeatable.", show_default=False),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Cast the model's floating tensors (bf16, fp32 ...); every cast is reported.",
+        show_default=False,
+    ),
+]
+
+Tp = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline stages.")]
+Dp = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks.")]
+Ep = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="Expert-parallel ranks, a divisor of --dp.")]
+MeshText = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXES",
+        help="Instead of the four: axes in rank order, slowest first, as in pp=2,dp=4,tp=2.",
+        show_default=False,
+    ),
+]
+ToFormat = Annotated[
+    str, typer.Option("--to", metavar="FORMAT", help="dcp, rank-files, torch-ranks, safetensors or torch-save.")
+]
+DataMode = Annotated[
+    DpMode, typer.Option("--dp-mode", help="Cut tensors over data-parallel ranks (FSDP), or store one copy for all.")
+]
+RulesFile = Annotated[
+    str | None,
+    typer.Option("--rules", metavar="FILE", help="Rules (TOML) that add to the built-in families.", show_default=False),
+]
+UncoveredAs = Annotated[
+    Default | None,
+    typer.Option("--default", help="What to do with tensors that no rule covers; stops otherwise.", show_default=False),
+]
+StoredReplicas = Annotated[
+    Replicas, typer.Option("--replicas", help="Store a replicated box once, on all its ranks, or as the format needs.")
+]
+OfRanks = Annotated[
+    RankState | None,
+    typer.Option(
+        "--rank-state",
+        help="Random and data-loader states of single ranks, when their number changes.",
+        show_default=False,
+    ),
+]
+
+DEFAULT_MEMORY = "1GiB"
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Bound for all buffers together.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, help="Threads that move bytes; by default one per core, up to 8."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished DST of the same command.")]
+NoFsync = Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the disk has it: faster, not crash-safe.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
+PlanJson = Annotated[
+    str | None,
+    typer.Option("--plan-json", metavar="FILE", help="Save the plan as JSON lines; - for stdout.", show_default=False),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (errors too, on stderr).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and errors.")]

@@ -1,0 +1,122 @@
+"""The sink of a command: results go to stdout, talk to stderr, each as a person, a program or a script wants it.
+
+Three modes. ``human``: tables and sentences, coloured on a terminal. ``json`` (``--json``): one JSON document on
+stdout, talk stays on stderr. ``quiet`` (``--quiet``): bare values on stdout, nothing on stderr but errors.
+
+Colour follows each stream by itself: ``NO_COLOR`` turns it off, ``FORCE_COLOR`` on, otherwise a terminal has it. Knows
+nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, Literal
+
+from ckpt_tool.cli.text import Line, Span, paint, plain, wrap
+from ckpt_tool.errors import UsageError
+
+__all__ = ["Output", "document", "has_colour", "output", "terminal_width"]
+
+Mode = Literal["human", "json", "quiet"]
+_WIDTH_OF_A_FILE = 120
+
+
+def has_colour(stream: IO[str]) -> bool:
+    """Whether ANSI codes may be written to ``stream`` (https://no-color.org, https://force-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width() -> int:
+    """Columns to fill: those of the terminal or of ``COLUMNS``; 120 for a pipe or a file."""
+    return max(shutil.get_terminal_size((_WIDTH_OF_A_FILE, 24)).columns, 40)
+
+
+def document(value: Mapping[str, Any]) -> Iterator[str]:
+    """``value`` as JSON text in pieces: a line for each key, and for each element of a list of objects.
+
+    >>> print("".join(document({"schema": 1, "rows": [{"a": 1}, {"a": 2}]})))
+    {
+      "schema": 1,
+      "rows": [
+        {"a": 1},
+        {"a": 2}
+      ]
+    }
+    """
+    separator = "{\n"
+    for key, found in value.items():
+        yield f"{separator}  {json.dumps(key)}: "
+        separator = ",\n"
+        if isinstance(found, list | tuple) and found and all(isinstance(item, dict | list) for item in found):
+            inner = "[\n"
+            for item in found:
+                yield f"{inner}    {json.dumps(item, ensure_ascii=False)}"
+                inner = ",\n"
+            yield "\n  ]"
+        else:
+            yield json.dumps(found, ensure_ascii=False)
+    yield "\n}" if value else "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a command's results and talk go."""
+
+    mode: Mode
+
+    @property
+    def width(self) -> int:
+        """Columns to fill."""
+        return terminal_width()
+
+    def show(self, lines: Iterable[Line]) -> None:
+        """Print lines as the result, when a person reads it."""
+        if self.mode == "human":
+            _print(lines, sys.stdout)
+
+    def json(self, value: Mapping[str, Any]) -> None:
+        """Print a document as the result, when a program reads it."""
+        if self.mode == "json":
+            sys.stdout.writelines(document(value))
+            sys.stdout.write("\n")
+
+    def values(self, values: Iterable[str]) -> None:
+        """Print bare values as the result, one a line, when a script reads it."""
+        if self.mode == "quiet":
+            sys.stdout.writelines(f"{value}\n" for value in values)
+
+    def talk(self, lines: Iterable[Line]) -> None:
+        """Print lines beside the result, unless all is to be quiet."""
+        if self.mode != "quiet":
+            sys.stdout.flush()
+            _print(lines, sys.stderr)
+
+    def notes(self, notes: Iterable[str]) -> None:
+        """Print what a person should know besides, each wrapped, after a result that a person reads."""
+        for note in notes:
+            self.show(wrap(note, self.width, Span("note: ", "yellow"), "  "))
+
+
+def output(*, json: bool, quiet: bool) -> Output:
+    """The sink that ``--json`` and ``--quiet`` ask for.
+
+    Raises:
+        UsageError: both at once.
+    """
+    if json and quiet:
+        raise UsageError("--json and --quiet exclude each other", hint="--json prints nothing but the document")
+    return Output("json" if json else "quiet" if quiet else "human")
+
+
+def _print(lines: Iterable[Line], stream: IO[str]) -> None:
+    text = paint if has_colour(stream) else plain
+    stream.writelines(f"{text(found)}\n" for found in lines)

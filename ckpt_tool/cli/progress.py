@@ -1,0 +1,46 @@
+"""A progress bar: bytes, rate and time left, on a terminal's stderr; elsewhere nothing.
+
+Listens to the engine's events; knows nothing of what is moved.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckpt_tool.cli.output import Output
+
+if TYPE_CHECKING:
+    from ckpt_tool.engine.base import Progress
+
+__all__ = ["progress_bar"]
+
+
+@contextmanager
+def progress_bar(sink: Output, what: str) -> Iterator[Callable[[Progress], None] | None]:
+    """A callback that moves the bar, None where there is no terminal to draw on or all is to be quiet."""
+    if sink.mode == "quiet" or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    bar_columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )
+    with Bar(*bar_columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def moved(event: Progress) -> None:
+            bar.update(task, completed=event.done_nbytes, total=event.total_nbytes)
+
+        yield moved

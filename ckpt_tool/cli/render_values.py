@@ -1,0 +1,72 @@
+"""Values as text: arrays as numpy prints them, and inert objects of a checkpoint, cut where they are long."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["array_text", "object_text"]
+
+_ELEMENTS_SHOWN = 2000
+_EDGE = 6
+
+
+def array_text(array: Any, *, width: int, is_whole: bool = False) -> list[str]:
+    """Lines of an array as numpy prints it; only the edges of a large one, unless the whole is asked for."""
+    import numpy as np
+
+    if array.dtype.kind == "V" and array.dtype.type is not np.void:  # ml_dtypes: numpy aligns only what it knows
+        array = array.astype(np.int32 if "int" in array.dtype.name else np.float32)
+    threshold = sys.maxsize if is_whole else _ELEMENTS_SHOWN
+    return np.array2string(array, max_line_width=width, threshold=threshold, edgeitems=_EDGE).splitlines()
+
+
+def object_text(value: Any, *, width: int) -> str:
+    """One line for an inert value, no longer than ``width``; nothing of it is called but ``repr`` of plain types.
+
+    >>> object_text({"lr": 0.1, "betas": (0.9, 0.95)}, width=40)
+    '{lr: 0.1, betas: (0.9, 0.95)}'
+    >>> object_text(list(range(1000)), width=20)
+    '[0, 1, 2, … 1,000 items]'
+    """
+    text = "".join(_pieces(value, budget=width)).replace("\n", "\\n")
+    size = f"… {len(value):,} items" if isinstance(value, Mapping | list | tuple | set) else "…"
+    if len(text) <= width:
+        return text
+    if not isinstance(value, Mapping | list | tuple | set):
+        return text[: width - 1] + "…"
+    kept = text[: max(width - len(size) - 1, 0)].rsplit(", ", 1)[0]
+    return f"{kept}, {size}{text[-1] if len(text) < width * 2 else _closing(value)}"
+
+
+def _closing(value: Any) -> str:
+    return "}" if isinstance(value, Mapping | set) else "]" if isinstance(value, list) else ")"
+
+
+def _pieces(value: Any, *, budget: int) -> Iterator[str]:
+    """Text of a value, piece by piece, with an end once about ``budget`` characters are out."""
+    if isinstance(value, Mapping):
+        yield "{"
+        yield from _joined(((f"{key}: ", item) for key, item in value.items()), budget)
+        yield "}"
+    elif type(value) in {list, tuple, set}:
+        yield "[" if type(value) is list else "(" if type(value) is tuple else "{"
+        yield from _joined((("", item) for item in value), budget)
+        yield _closing(value)
+    elif hasattr(value, "dtype") and hasattr(value, "ndim"):
+        yield f"<array {value.dtype} {list(value.shape)}>" if value.ndim else str(value)
+    elif isinstance(value, bytes):
+        yield f"<{len(value):,} bytes>"
+    else:
+        yield repr(value)[: budget + 1]
+
+
+def _joined(items: Iterator[tuple[str, Any]], budget: int) -> Iterator[str]:
+    used = 0
+    for at, (key, item) in enumerate(items):
+        text = f"{', ' if at else ''}{key}" + "".join(_pieces(item, budget=max(budget - used, 0)))
+        yield text
+        used += len(text)
+        if used > budget:
+            return

@@ -1,0 +1,99 @@
+"""``ckpt reshard``: the same tensors, cut for another mesh."""
+
+from __future__ import annotations
+
+from ckpt_tool.cli.options import (
+    DEFAULT_MEMORY,
+    DataMode,
+    Dp,
+    DpMode,
+    DryRun,
+    Dtype,
+    Ep,
+    Exclude,
+    Include,
+    Json,
+    Memory,
+    MeshText,
+    NoFsync,
+    OfRanks,
+    Overwrite,
+    PlanJson,
+    Pp,
+    Quiet,
+    Replicas,
+    Resume,
+    RulesFile,
+    Source,
+    StoredReplicas,
+    Target,
+    ToFormat,
+    Tp,
+    UncoveredAs,
+    Workers,
+)
+from ckpt_tool.cli.output import output
+from ckpt_tool.sizes import parse_bytes
+
+
+def reshard(
+    source: Source,
+    target: Target,
+    *,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Dp = 1,
+    ep: Ep = 1,
+    mesh: MeshText = None,
+    to: ToFormat = "dcp",
+    dp_mode: DataMode = DpMode.shard,
+    rules: RulesFile = None,
+    default: UncoveredAs = None,
+    replicas: StoredReplicas = Replicas.auto,
+    rank_state: OfRanks = None,
+    dtype: Dtype = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    memory: Memory = DEFAULT_MEMORY,
+    workers: Workers = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    no_fsync: NoFsync = False,
+    dry_run: DryRun = False,
+    plan_json: PlanJson = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the same tensors cut for another mesh.
+
+    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes}; with --dry-run
+    too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
+    """
+    from ckpt_tool.api.reshard import prepare_reshard
+    from ckpt_tool.cli.conversion import run_conversion
+
+    sink = output(json=json, quiet=quiet)
+    conversion = prepare_reshard(
+        source,
+        target,
+        mesh=mesh,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        ep=ep,
+        to=to,
+        rules=rules,
+        default=None if default is None else default.value,
+        dp_mode=dp_mode.value,
+        replicas=replicas.value,
+        dtype=dtype,
+        include=include or (),
+        exclude=exclude or (),
+        rank_state=None if rank_state is None else rank_state.value,
+        memory_budget_bytes=parse_bytes(memory),
+        n_workers=workers,
+        overwrite=overwrite,
+        resume=resume,
+        durable=not no_fsync,
+    )
+    run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)
