@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
 from ckpt_tool.formats.safetensors.header import Header
-from ckpt_tool.formats.safetensors.index import Index, contradictions, homes_of, parse_index
 from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
 from ckpt_tool.formats.safetensors.stored import (
     ResolvedReader,

@@ -1,4 +1,4 @@
-"""An index is the JSON beside several safetensors files that says which file holds which tensor (``weight_map``).
+"""An index is the JSON beside several files of one model that says which file holds which tensor (``weight_map``).
 
 It repeats what the headers say, so it can be wrong; here are its parser and everything it can be wrong about. Pure:
 knows no store. The format is Hugging Face's (``save_torch_state_dict`` of huggingface_hub).
@@ -98,7 +98,7 @@ def contradictions(index: Index, held: Held, sizes: Mapping[str, int], strays: C
         index: the parsed index.
         held: what the headers of the files that were read say.
         sizes: bytes of every file that is there.
-        strays: safetensors files that the index does not name.
+        strays: files of tensors that the index does not name.
     """
     yield from index.faults
     yield from _missing_files(index, held, sizes, strays)
