@@ -1,0 +1,92 @@
+"""Verification of a checkpoint at a path or URL: what is wrong with it, as typed findings."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.errors import UsageError
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.verify.extents import measure
+from ckpt_tool.verify.payload import check_content, check_headers
+from ckpt_tool.verify.report import LEVELS, VerifyReport, sort_findings
+from ckpt_tool.verify.structure import structure_findings
+
+__all__ = ["VerifyReport", "verify"]
+
+
+def verify(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    *,
+    level: str = "default",
+    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    n_workers: int | None = None,
+) -> VerifyReport:
+    """A report of everything that is found wrong.
+
+    Args:
+        checkpoint: a path, a URL, or an open checkpoint, which stays open.
+        level: ``quick`` looks at the listing and the metadata and reads no payload; ``default`` compares each payload's
+            own header with the metadata besides, and runs the format's own checks; ``full`` reads every byte: recorded
+            checksums, NaN and infinities, runs of zeros in optimizer state, replicas.
+        memory_budget_bytes: what buffers may take together.
+        n_workers: threads that read and check; None for as many as there are cores, or as the storage likes requests.
+
+    Raises:
+        NotFound: nothing is there, or nothing that reads as a checkpoint.
+        FormatError: its metadata cannot be read at all.
+        UsageError: an unknown level.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"{level!r} is no level of verification, expected one of {', '.join(LEVELS)}")
+    started = time.perf_counter()
+    if isinstance(checkpoint, Checkpoint):
+        return _report(checkpoint, level, memory_budget_bytes, n_workers, started)
+    with open_checkpoint(checkpoint, memory_budget_bytes=memory_budget_bytes) as opened:
+        return _report(opened, level, memory_budget_bytes, n_workers, started)
+
+
+def _report(
+    checkpoint: Checkpoint, level: str, memory_budget_bytes: int, n_workers: int | None, started: float
+) -> VerifyReport:
+    manifest, source = checkpoint.manifest, checkpoint.source
+    extents = measure(manifest, source.listing)
+    structure: list[Finding] = list(structure_findings(manifest, source.listing, extents))
+    findings = structure
+    checked_nbytes = covered_nbytes = 0
+    if level != "quick":
+        store = checkpoint.store
+        headers = check_headers(checkpoint.reader, source, manifest, extents, store=store)
+        findings = [*structure, *headers.findings]
+        if level == "full":
+            content = check_content(
+                checkpoint.reader,
+                source,
+                headers,
+                store=store,
+                memory_budget_bytes=memory_budget_bytes // 2,  # the other half is for decoded content and columns
+                n_workers=_n_workers(n_workers, source.store.cost.concurrency),
+            )
+            findings = [*structure, *content.findings, *headers.findings]  # of equal ones the first is kept
+            checked_nbytes, covered_nbytes = content.checked_nbytes, content.covered_nbytes
+    return VerifyReport(
+        url=checkpoint.url,
+        format=manifest.format,
+        level=level,
+        findings=sort_findings(findings),
+        n_tensors=len(manifest.tensors),
+        n_chunks=len(manifest.chunks),
+        n_files=len(manifest.files),
+        checked_nbytes=checked_nbytes,
+        covered_nbytes=covered_nbytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _n_workers(asked: int | None, concurrency: int) -> int:
+    if asked is not None:
+        return max(asked, 1)
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Where requests wait for a network, more of them than cores are worth having under way.
+    return max(n_cores, concurrency) if concurrency > 8 else min(n_cores, concurrency * 2)

@@ -1,0 +1,162 @@
+"""A block is a stretch of a file read at once; a span is a byte range that someone wants to see all of, in pieces.
+
+Spans may overlap, nest and repeat: every byte that any of them wants is read once, and each block is handed over with
+the parts of the spans that lie in it. Knows no tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.store import Store
+
+__all__ = ["Blocks", "Clip", "cut_blocks", "stream_blocks"]
+
+_ALIGNMENT = 16  # widest element; blocks are cut between elements of the span that they cut
+_BLOCKS_PER_RUN = 16
+"""Blocks that one worker reads in a row, so that files are read forwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The part of one span that lies in one block."""
+
+    span: int
+    start: int
+    """First byte, counted from the span's first one."""
+    data: npt.NDArray[np.uint8]
+    """A view into the worker's buffer, reused after the call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks in file order, and which spans meet them."""
+
+    file: Int64Array  # int64[n], number of the file as in the spans
+    start: Int64Array  # int64[n], first byte
+    stop: Int64Array  # int64[n], one past the last
+    clip_block: Int64Array  # int64[m], ascending
+    clip_span: Int64Array  # int64[m]
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.file)
+
+
+def cut_blocks(
+    file: Int64Array, start: Int64Array, stop: Int64Array, *, block_bytes: int, max_gap_bytes: int
+) -> Blocks:
+    """Blocks of at most ``block_bytes`` over spans ``[start, stop)``, reading over gaps of up to ``max_gap_bytes``.
+
+    Empty spans meet no block. Inside a span, cuts lie a multiple of 16 bytes behind its start (behind that of the last
+    span to begin, where several are cut).
+    """
+    rows = np.flatnonzero(stop > start)
+    rows = rows[np.lexsort((stop[rows], start[rows], file[rows]))]
+    blocks: list[Int64Array] = []
+    for low, high in _file_bounds(file[rows]):
+        own = rows[low:high]
+        blocks.append(_cut_file(int(file[own[0]]), start[own], stop[own], block_bytes, max_gap_bytes))
+    table = np.concatenate(blocks) if blocks else np.zeros((0, 3), dtype=np.int64)
+    block_file, block_start, block_stop = table[:, 0], table[:, 1], table[:, 2]
+    # A span meets the blocks from the last that begins at or before it to the last that begins before its end.
+    places = np.unique(np.concatenate([start, stop, block_start]), return_inverse=True)[1].reshape(-1)
+    unit = int(places.max(initial=0)) + 1
+    n = len(start)
+    key = block_file * unit + places[2 * n :]
+    first = np.searchsorted(key, file[rows] * unit + places[:n][rows], side="right") - 1
+    last = np.searchsorted(key, file[rows] * unit + places[n : 2 * n][rows], side="left")
+    counts = last - first
+    clip_span = np.repeat(rows, counts)
+    within = np.arange(len(clip_span)) - np.repeat(np.cumsum(counts) - counts, counts)
+    clip_block = np.repeat(first, counts) + within
+    order = np.argsort(clip_block, kind="stable")
+    return Blocks(block_file, block_start, block_stop, clip_block[order], clip_span[order])
+
+
+def _file_bounds(file: Int64Array) -> Iterator[tuple[int, int]]:
+    bounds = [0, *(np.flatnonzero(np.diff(file)) + 1).tolist(), len(file)]
+    return ((low, high) for low, high in pairwise(bounds) if high > low)
+
+
+def _cut_file(file: int, start: Int64Array, stop: Int64Array, block_bytes: int, max_gap_bytes: int) -> Int64Array:
+    """``int64[n, 3]``: file, start and stop of the blocks of one file; spans are sorted by start."""
+    reach = np.maximum.accumulate(stop)
+    heads = np.flatnonzero(np.concatenate([[True], start[1:] > reach[:-1] + max_gap_bytes]))
+    tails = np.concatenate([heads[1:], [len(start)]]) - 1
+    bounds: list[tuple[int, int, int]] = []
+    for low, high in zip(start[heads].tolist(), reach[tails].tolist(), strict=True):
+        at = low
+        while high - at > block_bytes:
+            cut = at + block_bytes
+            row = int(np.searchsorted(start, cut, side="right")) - 1
+            begin = int(start[row])
+            if begin < cut < int(stop[row]):
+                cut = max(begin + (cut - begin) // _ALIGNMENT * _ALIGNMENT, at + _ALIGNMENT)
+            bounds.append((file, at, cut))
+            at = cut
+        bounds.append((file, at, high))
+    return np.array(bounds, dtype=np.int64).reshape(-1, 3)
+
+
+def stream_blocks(
+    blocks: Blocks,
+    paths: tuple[str, ...],
+    span_start: Int64Array,
+    span_stop: Int64Array,
+    *,
+    store: Store,
+    n_workers: int,
+    visit: Callable[[int, list[Clip]], None],
+    failed: Callable[[int, list[int], CkptError], None],
+) -> None:
+    """Read every block once and hand its clips to ``visit(block, clips)``, from ``n_workers`` threads at a time.
+
+    A block that cannot be read goes to ``failed(block, spans that it holds parts of, error)`` instead. Memory: one
+    block for each worker.
+    """
+    clip_bounds = np.searchsorted(blocks.clip_block, np.arange(len(blocks) + 1)).tolist()
+    local = threading.local()
+
+    def work(run: range) -> None:
+        for block in run:
+            low, high = int(blocks.start[block]), int(blocks.stop[block])
+            spans = blocks.clip_span[clip_bounds[block] : clip_bounds[block + 1]].tolist()
+            if not spans:
+                continue
+            # Elements of the longest part come to lie on addresses that are multiples of their size.
+            longest = max(spans, key=lambda s: min(int(span_stop[s]), high) - max(int(span_start[s]), low))
+            shift = (low - int(span_start[longest])) % _ALIGNMENT
+            buffer = _buffer(local, high - low + _ALIGNMENT)
+            view = buffer[shift : shift + high - low]
+            try:
+                store.read_into(paths[blocks.file[block]], low, view.data)
+            except CkptError as error:
+                failed(block, spans, error)
+                continue
+            clips = []
+            for span in spans:
+                begin, end = max(int(span_start[span]), low), min(int(span_stop[span]), high)
+                clips.append(Clip(span, begin - int(span_start[span]), view[begin - low : end - low]))
+            visit(block, clips)
+
+    runs = [range(i, min(i + _BLOCKS_PER_RUN, len(blocks))) for i in range(0, len(blocks), _BLOCKS_PER_RUN)]
+    fetch_all(work, runs, concurrency=n_workers)
+
+
+def _buffer(local: threading.local, nbytes: int) -> npt.NDArray[np.uint8]:
+    """This thread's buffer, grown when needed; numpy lays it on 16 bytes at least."""
+    found: npt.NDArray[np.uint8] | None = getattr(local, "buffer", None)
+    if found is None or len(found) < nbytes:
+        found = np.empty(nbytes, dtype=np.uint8)
+        local.buffer = found
+    return found

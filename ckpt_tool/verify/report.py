@@ -1,0 +1,175 @@
+"""A report is the result of a verification: findings in order of harm, and what they were drawn from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tool.manifest.finding import Finding, Severity
+
+__all__ = ["LEVELS", "SCHEMA", "FindingGroup", "VerifyReport", "sort_findings"]
+
+SCHEMA = "ckpt-tool/verify/1"
+LEVELS = ("quick", "default", "full")
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FindingGroup:
+    """Findings of one kind and severity, so that thousands of them read as a line."""
+
+    kind: str
+    severity: Severity
+    count: int
+    n_tensors: int
+    """Distinct tensors named."""
+    files: tuple[tuple[str, int], ...]
+    """(path, findings in it), most first; findings without a file are not in it."""
+    examples: tuple[Finding, ...]
+    """The first few."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found."""
+
+    url: str
+    format: str
+    level: str
+    """``quick``, ``default`` or ``full``."""
+    findings: tuple[Finding, ...]
+    """Worst first, then by kind, then by tensor and place."""
+    n_tensors: int
+    n_chunks: int
+    n_files: int
+    checked_nbytes: int
+    """Payload bytes that were read and looked at; 0 below ``full``."""
+    covered_nbytes: int
+    """Bytes that a recorded checksum covers and that match it."""
+    seconds: float
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether no finding is an error."""
+        return not any(finding.severity is Severity.ERROR for finding in self.findings)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of findings by severity: ``error``, ``warning``, ``info``."""
+        found = Counter(finding.severity for finding in self.findings)
+        return {severity.name.lower(): found[severity] for severity in sorted(Severity, reverse=True)}
+
+    def groups(self) -> tuple[FindingGroup, ...]:
+        """Findings of equal severity and kind put together, in the order of ``findings``."""
+        grouped: dict[tuple[Severity, str], list[Finding]] = {}
+        for finding in self.findings:
+            grouped.setdefault((finding.severity, finding.kind), []).append(finding)
+        return tuple(_group(kind, severity, members) for (severity, kind), members in grouped.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-able values.
+
+        Schema ``ckpt-tool/verify/1``: ``schema url format level ok seconds``, ``counts {error warning info}``,
+        ``totals {tensors chunks files checked_nbytes covered_nbytes}``, ``groups[] {kind severity count tensors
+        files[] {path count}}`` and ``findings[] {kind severity message fqn file offset length}``, the last four null
+        where they do not apply. Later versions only add keys.
+        """
+        return {
+            "schema": SCHEMA,
+            "url": self.url,
+            "format": self.format,
+            "level": self.level,
+            "ok": self.is_ok,
+            "seconds": round(self.seconds, 3),
+            "counts": self.counts,
+            "totals": {
+                "tensors": self.n_tensors,
+                "chunks": self.n_chunks,
+                "files": self.n_files,
+                "checked_nbytes": self.checked_nbytes,
+                "covered_nbytes": self.covered_nbytes,
+            },
+            "groups": [
+                {
+                    "kind": group.kind,
+                    "severity": group.severity.name.lower(),
+                    "count": group.count,
+                    "tensors": group.n_tensors,
+                    "files": [{"path": path, "count": count} for path, count in group.files],
+                }
+                for group in self.groups()
+            ],
+            "findings": [_finding_json(finding) for finding in self.findings],
+        }
+
+
+def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Worst first, then by kind, tensor, file and byte; what two checks say of one file is kept once."""
+    kept: dict[tuple[str, str | None, str | None, int], Finding] = {}
+    for finding in findings:
+        if finding.kind not in _TOLD_WITH_PLACE or finding.where is not None:
+            kept.setdefault(_identity(finding), finding)
+    return tuple(sorted(kept.values(), key=_order))
+
+
+# These are about a whole file: the structure and a reader may both see them, name different tensors, and call them
+# differently.
+_FILE_KINDS = {
+    "missing-file": "missing-file",
+    "empty-file": "truncated-file",
+    "truncated-file": "truncated-file",
+    "cut-file": "truncated-file",
+    "stray-file": "stray-file",
+    "unknown-file": "stray-file",
+}
+# These are about one tensor in one file.
+_TENSOR_KINDS = frozenset({"item-mismatch", "different-replicas"})
+# Readers sum these up without a place; the structure tells them pair by pair.
+_TOLD_WITH_PLACE = frozenset({"tied-tensors", "overlapping-views"})
+
+
+def _identity(finding: Finding) -> tuple[str, str | None, str | None, int]:
+    path = finding.where.path if finding.where else None
+    if finding.kind in _FILE_KINDS and path is not None:
+        return _FILE_KINDS[finding.kind], None, path, 0
+    if finding.kind in _TENSOR_KINDS and path is not None:
+        return finding.kind, finding.fqn, path, finding.where.offset if finding.where else -1
+    return finding.kind, finding.message, path, finding.where.offset if finding.where else -1
+
+
+def _order(finding: Finding) -> tuple[int, str, str, str, int]:
+    where = finding.where
+    return (
+        -finding.severity,
+        finding.kind,
+        finding.fqn or "",
+        where.path if where else "",
+        where.offset if where else -1,
+    )
+
+
+def _group(kind: str, severity: Severity, members: list[Finding]) -> FindingGroup:
+    files = Counter(finding.where.path for finding in members if finding.where is not None)
+    return FindingGroup(
+        kind=kind,
+        severity=severity,
+        count=len(members),
+        n_tensors=len({finding.fqn for finding in members if finding.fqn is not None}),
+        files=tuple(files.most_common()),
+        examples=tuple(members[:_EXAMPLES]),
+    )
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    where = finding.where
+    return {
+        "kind": finding.kind,
+        "severity": finding.severity.name.lower(),
+        "message": finding.message,
+        "fqn": finding.fqn,
+        "file": where.path if where else None,
+        "offset": where.offset if where else None,
+        "length": where.length if where else None,
+    }
