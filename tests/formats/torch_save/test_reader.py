@@ -17,9 +17,18 @@ from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
-from tests.formats.conformance import FIXTURES, Case, ReaderTests, Truth, all_rows, assemble, source_of, truth_of
+from tests.formats.conformance import (
+    FIXTURES,
+    Case,
+    ReaderTests,
+    Truth,
+    all_rows,
+    assemble,
+    source_of,
+    stored_bytes,
+    truth_of,
+)
 
 PT = FIXTURES / "torch/pt_files/ckpt"
 ARANGE = Truth("float32", (2, 3), np.arange(6, dtype=np.float32).tobytes())
@@ -145,9 +154,8 @@ def test_tied_tensors_share_bytes_and_are_reported() -> None:
 
 def test_parts_of_special_tensors_are_tensors() -> None:
     """Sparse, quantized and nested tensors come as their parts, with a note each; a packed fp4 keeps its bytes."""
-    store, listing = open_store(PT / "extra_zip.pt")
+    store = MemoryStore(stored_bytes(PT / "extra_zip.pt"))
     manifest = READER.read(source_of(store))
-    assert listing.entry == "extra_zip.pt"
     assert [(meta.fqn, meta.dtype.name, meta.shape) for meta in manifest.tensors] == [
         ("fp4x2", "float4_e2m1fn_x2", (6,)),
         ("sparse_coo.indices", "int64", (2, 4)),
@@ -177,7 +185,7 @@ def test_parts_of_special_tensors_are_tensors() -> None:
 
 def test_a_pickled_module_names_its_tensors_as_its_state_dict_does() -> None:
     """Parameters, buffers and submodules of a whole module are found without its class; the note names the class."""
-    store, _ = open_store(PT / "whole_module.pt")
+    store = MemoryStore(stored_bytes(PT / "whole_module.pt"))
     manifest = READER.read(source_of(store))
     assert set(manifest.tensors.fqns) == set(MODEL())
     assert "common.Tiny" in "\n".join(manifest.notes)
@@ -185,7 +193,7 @@ def test_a_pickled_module_names_its_tensors_as_its_state_dict_does() -> None:
 
 def test_optimizer_of_a_training_file_gets_names() -> None:
     """Integer keys are kept, and match the model's parameters by order and shape."""
-    store, _ = open_store(PT / "train_namespace.pt")
+    store = MemoryStore(stored_bytes(PT / "train_namespace.pt"))
     manifest = READER.read(source_of(store))
     assert ("optimizer", "state", 0, "exp_avg") in set(manifest.tensors.paths or ())
     assert manifest.info["int_keyed_dicts"] == ["optimizer.state"]
@@ -200,7 +208,7 @@ def test_optimizer_of_a_training_file_gets_names() -> None:
 def test_unrecorded_checksums_are_said() -> None:
     """With CRCs switched off nothing can be verified, which is no error."""
     for name, count in (("no_crc32.pt", "1 of 1"), ("skip_data.pt", "1 of 1")):
-        store, _ = open_store(PT / name)
+        store = MemoryStore(stored_bytes(PT / name))
         manifest = READER.read(source_of(store))
         (finding,) = READER.check(source_of(store), manifest)
         assert (finding.kind, finding.severity) == ("crc-not-recorded", Severity.INFO)
@@ -267,7 +275,7 @@ def test_a_cut_legacy_stream_is_an_error(share: float) -> None:
 
 def test_torchscript_is_named_as_such() -> None:
     """A program shares the container and is no checkpoint."""
-    store, _ = open_store(PT / "torchscript.pt")
+    store = MemoryStore(stored_bytes(PT / "torchscript.pt"))
     with pytest.raises(Unsupported, match="TorchScript"):
         READER.read(source_of(store))
 

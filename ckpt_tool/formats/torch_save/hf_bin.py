@@ -1,0 +1,157 @@
+"""The reader of ``pytorch_model.bin.index.json``: several torch.save files that together hold one model's tensors.
+
+The files decide: the index says which belong together and, where a tensor is in two of them, which one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
+from ckpt_tool.formats._pickle.tensors import TensorRef
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
+from ckpt_tool.formats._torch_file.assemble import Part, assemble
+from ckpt_tool.formats._torch_file.described import manifest_of
+from ckpt_tool.formats._torch_file.entries import Entries, entries_of
+from ckpt_tool.formats._torch_file.findings import archive_findings, shared_bytes_findings
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "HfBinReader"]
+
+_INDEX_SUFFIX = ".bin.index.json"
+_NUMBERED = re.compile(r"(?P<stem>.*)-[0-9]{5,}-of-(?P<count>[0-9]{5,})\.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Index and files as they were found."""
+
+    index: Index
+    files: tuple[TorchFile, ...]
+    entries: tuple[Entries, ...]
+    strays: tuple[str, ...]
+
+    def held(self) -> dict[str, dict[str, int]]:
+        """By file: bytes of each tensor in it; 0 for a tensor whose storage an earlier one has already (tied)."""
+        found: dict[str, dict[str, int]] = {}
+        for file, entries in zip(self.files, self.entries, strict=True):
+            seen: set[tuple[str, int]] = set()
+            sizes: dict[str, int] = {}
+            for entry in entries.items:
+                if not isinstance(entry.value, TensorRef):
+                    continue
+                tensor = entry.value
+                key = (tensor.storage.key, tensor.offset)
+                sizes[entry.fqn] = 0 if key in seen else tensor.dtype.nbytes(tensor.numel)
+                seen.add(key)
+            found[file.path] = sizes
+        return found
+
+
+class HfBinReader:
+    """An index of ``.bin`` files.
+
+    Requests: ``read`` makes one for the index and three per file; ``resolve`` one per file and the local headers of the
+    rows asked for.
+    """
+
+    name = "hf-bin"
+
+    def probe(self, source: Source) -> Probe:
+        """By name."""
+        indexes = source.listing.match("*" + _INDEX_SUFFIX)
+        if len(indexes) == 1:
+            return Probe(0.95, f"{indexes[0]} is an index of torch.save files")
+        return Probe(0.0, f"{len(indexes)} files *{_INDEX_SUFFIX}")
+
+    def read(self, source: Source) -> Manifest:
+        """The manifest of what the files hold; notes say where the index differs.
+
+        Raises:
+            NotFound: the index names no file that is here.
+        """
+        found = _contents(source)
+        homes = homes_of(found.held(), found.index.weight_map)
+        parts = [
+            Part(
+                file.path,
+                None,
+                [
+                    entry
+                    for entry in entries.items
+                    if not entry.is_tensor or homes.get(entry.fqn, file.path) == file.path
+                ],
+                file.storages,
+                file.big_endian,
+            )
+            for file, entries in zip(found.files, found.entries, strict=True)
+        ]
+        assembly = assemble(parts, section_of)
+        faults = [f for f in _index_findings(found, source) if f.kind not in {"total-size", "stray-file"}]
+        assembly.notes += [finding.message for finding in faults]
+        missing = [path for path in found.index.files if path not in source.listing]
+        info = {"index": found.index.path, **({"missing_files": missing} if missing else {})}
+        return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """See the class for its cost."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """The blobs as they are: values come with each ``data.pkl``."""
+        del source, rows
+        return manifest.blobs
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """The CRC-32 of each storage of each file, and of the pickles."""
+        return headers.checksums(source, manifest)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Everything in which index and files differ; the files are opened again, three requests each."""
+        yield from _index_findings(_contents(source), source)
+        yield from archive_findings(source, manifest)
+        yield from shared_bytes_findings(manifest)
+
+
+def _contents(source: Source) -> _Contents:
+    listing = source.listing
+    indexes = listing.match("*" + _INDEX_SUFFIX)
+    if len(indexes) != 1:
+        raise FormatError(f"{len(indexes)} files *{_INDEX_SUFFIX}, expected one", where=listing.url)
+    index = parse_index(source.read_whole(indexes[0]), indexes[0])
+    stem = indexes[0].removesuffix(_INDEX_SUFFIX)
+    top = [path for path in sorted(listing.sizes) if "/" not in path]
+    strays = tuple(path for path in top if path.startswith(stem) and path.endswith(".bin") and path not in index.files)
+    named = [path for path in index.files if path in listing]
+    families = {_family(path) for path in named} - {None}
+    paths = sorted({*named, *(path for path in strays if _family(path) in families)}) or list(strays)
+    if not paths:
+        raise NotFound(
+            f"none of the {len(index.files):,} files that {index.path} names is here",
+            where=listing.url,
+            hint="fetch them: only the index was copied",
+        )
+    files = tuple(open_torch_files(source, paths))
+    return _Contents(index, files, tuple(entries_of(file.root) for file in files), strays)
+
+
+def _family(path: str) -> str | None:
+    """What numbered files (``-00001-of-00003``) of one set have in common."""
+    numbered = _NUMBERED.fullmatch(path)
+    return None if numbered is None else numbered["stem"] + numbered["count"]
+
+
+def _index_findings(found: _Contents, source: Source) -> Iterator[Finding]:
+    sizes: Mapping[str, int] = source.listing.sizes
+    return contradictions(found.index, found.held(), sizes, found.strays)
+
+
+READER = HfBinReader()
