@@ -15,7 +15,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import Int64Array
 
-__all__ = ["ByteRuns", "byte_runs", "contiguous_strides", "merge_runs"]
+__all__ = ["ByteRuns", "byte_runs", "contiguous_strides", "contiguous_strides_columns", "merge_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,14 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def contiguous_strides_columns(sizes: Int64Array) -> Int64Array:
+    """``int64[n, D]``: ``contiguous_strides`` of each row."""
+    strides = np.ones_like(sizes)
+    if sizes.shape[1] > 1:
+        strides[:, :-1] = np.cumprod(np.maximum(sizes[:, :0:-1], 1), axis=1)[:, ::-1]
+    return strides
 
 
 def byte_runs(box_local: Box, strides: Sequence[int], bits: int) -> ByteRuns:

@@ -9,12 +9,13 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import CoverageError, LayoutError, Unsupported
 from ckpt_tool.geometry.box import Box, difference
+from ckpt_tool.geometry.join import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates, overlapping_pairs
+from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
-from ckpt_tool.plan.overlap import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.plan.tiles import cut_tiles
 
 __all__ = ["PlanLimits", "make_plan"]
@@ -175,7 +176,7 @@ def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles,
     """Tiles of all regions and the region of each."""
     bits = source.tensors.bits[regions.key] if len(regions) else np.zeros(0, dtype=np.int64)
     has_odd_strides = np.zeros(len(source.tensors), dtype=bool)
-    has_odd_strides[source.chunks.tensor[~_is_packed(source.chunks)]] = True
+    has_odd_strides[source.chunks.tensor[~_is_row_major(source.chunks)]] = True
     region_nbytes = np.prod(regions.sizes, axis=1) * bits // 8
     whole = (bits % 8 != 0) | (has_odd_strides[regions.key] & (region_nbytes <= limits.max_odd_tile_bytes))
     cut = cut_tiles(regions, bits=bits, max_tile_bytes=limits.max_tile_bytes, whole=whole.astype(np.int64))
@@ -189,23 +190,26 @@ def _is_packed(chunks: ChunkTable) -> npt.NDArray[np.bool_]:
     """bool[n]: whether each chunk's bytes are its elements in row-major order without gaps."""
     if chunks.strides is None:
         return np.ones(len(chunks), dtype=bool)
-    usual = _packed_strides(chunks.sizes)
+    usual = contiguous_strides_columns(chunks.sizes)
     packed: npt.NDArray[np.bool_] = np.all((chunks.strides == usual) | (chunks.sizes <= 1), axis=1)
     return packed
 
 
-def _packed_strides(sizes: IntArray) -> IntArray:
-    """int64[n, D]: row-major strides in elements."""
-    strides = np.ones_like(sizes)
-    if sizes.shape[1] > 1:
-        strides[:, :-1] = np.cumprod(np.maximum(sizes[:, :0:-1], 1), axis=1)[:, ::-1]
-    return strides
+def _is_row_major(chunks: ChunkTable) -> npt.NDArray[np.bool_]:
+    """bool[n]: whether each chunk's elements lie in row-major order, gaps allowed, so that a slab is a narrow span."""
+    if chunks.strides is None:
+        return np.ones(len(chunks), dtype=bool)
+    is_wide = chunks.sizes > 1  # a dimension of size 1 may have any stride
+    extent = np.where(is_wide, chunks.strides * chunks.sizes, 0)
+    behind = np.maximum.accumulate(extent[:, :0:-1], axis=1)[:, ::-1]
+    row_major: npt.NDArray[np.bool_] = np.all(~is_wide[:, :-1] | (chunks.strides[:, :-1] >= behind), axis=1)
+    return row_major
 
 
 def _pieces(pairs: Pairs, chunks: ChunkTable, tiles: Tiles, bits: IntArray, width: int) -> Pieces:
     """Byte positions of overlaps; ``pairs.left`` are rows of ``chunks``, ``pairs.right`` tiles."""
     sizes = _pad(chunks.sizes[pairs.left], width, 1)
-    strides = _packed_strides(sizes)
+    strides = contiguous_strides_columns(sizes)
     packed = np.ones(len(pairs), dtype=bool)
     if chunks.strides is not None:
         packed = _is_packed(chunks)[pairs.left]
@@ -224,7 +228,7 @@ def _pieces(pairs: Pairs, chunks: ChunkTable, tiles: Tiles, bits: IntArray, widt
         file_offset=chunks.offset[pairs.left] + (local * strides).sum(axis=1) * bits // 8,
         length=np.where(contiguous, pairs.volume, span) * bits // 8,
         is_contiguous=contiguous,
-        tile_offset=(tile_local * _packed_strides(tile_sizes)).sum(axis=1) * bits // 8,
+        tile_offset=(tile_local * contiguous_strides_columns(tile_sizes)).sum(axis=1) * bits // 8,
         is_packed_in_tile=is_packed_in(pairs.sizes, tile_sizes),
     )
 

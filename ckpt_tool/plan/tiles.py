@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.manifest.tables import IntArray
-from ckpt_tool.plan.overlap import Boxes
 
 __all__ = ["cut_tiles"]
 

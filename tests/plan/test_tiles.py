@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import box_columns, boxes_from_columns
-from ckpt_tool.plan.overlap import Boxes
+from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.plan.tiles import cut_tiles
 from tests import oracle
 from tests.invariants import assert_partition

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.geometry.columns import Int64Array
 
 __all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
 
@@ -19,9 +19,9 @@ __all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
 class Boxes:
     """Boxes of tensors, keyed by any integer that both sides of a join share."""
 
-    key: IntArray  # int64[n]
-    offsets: IntArray  # int64[n, D]
-    sizes: IntArray  # int64[n, D]
+    key: Int64Array  # int64[n]
+    offsets: Int64Array  # int64[n, D]
+    sizes: Int64Array  # int64[n, D]
 
     def __len__(self) -> int:
         """Number of boxes."""
@@ -32,19 +32,19 @@ class Boxes:
 class Pairs:
     """Overlaps: rows of both tables and their common box in global coordinates."""
 
-    left: IntArray  # int64[m]
-    right: IntArray  # int64[m]
-    offsets: IntArray  # int64[m, D]
-    sizes: IntArray  # int64[m, D]
+    left: Int64Array  # int64[m]
+    right: Int64Array  # int64[m]
+    offsets: Int64Array  # int64[m, D]
+    sizes: Int64Array  # int64[m, D]
 
     def __len__(self) -> int:
         """Number of overlaps."""
         return len(self.left)
 
     @property
-    def volume(self) -> IntArray:
+    def volume(self) -> Int64Array:
         """int64[m]: number of elements shared."""
-        volume: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
+        volume: Int64Array = np.prod(self.sizes, axis=1, dtype=np.int64)
         return volume
 
     def take(self, rows: npt.ArrayLike) -> Pairs:
@@ -109,7 +109,7 @@ def _widen(boxes: Boxes) -> Boxes:
     return Boxes(boxes.key, column, column + 1)
 
 
-def _most_divided_dim(key: IntArray, offsets: IntArray, n_keys: int) -> IntArray:
+def _most_divided_dim(key: Int64Array, offsets: Int64Array, n_keys: int) -> Int64Array:
     """int64[n_keys]: per key the dimension with the most distinct offsets, the first such."""
     distinct = np.zeros((n_keys, offsets.shape[1]), dtype=np.int64)
     for dim in range(offsets.shape[1]):
@@ -118,11 +118,11 @@ def _most_divided_dim(key: IntArray, offsets: IntArray, n_keys: int) -> IntArray
         is_new = np.ones(len(k), dtype=bool)
         is_new[1:] = (k[1:] != k[:-1]) | (o[1:] != o[:-1])
         distinct[:, dim] = np.bincount(k[is_new], minlength=n_keys)
-    best: IntArray = np.argmax(distinct, axis=1)
+    best: Int64Array = np.argmax(distinct, axis=1)
     return best
 
 
-def is_packed_in(sizes: IntArray, container: IntArray) -> npt.NDArray[np.bool_]:
+def is_packed_in(sizes: Int64Array, container: Int64Array) -> npt.NDArray[np.bool_]:
     """bool[n]: whether a box of ``sizes`` is one contiguous run inside a packed row-major box of ``container`` sizes.
 
     True when, after leading dimensions of size 1 and one of any size, all dimensions are taken whole.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.columns import box_columns
-from ckpt_tool.plan.overlap import Boxes, is_packed_in, join_boxes
+from ckpt_tool.geometry.join import Boxes, is_packed_in, join_boxes
 from tests.strategies import boxes, partitions, shapes
 
 

@@ -1,0 +1,139 @@
+"""A view shows the bytes of a checkpoint under other names and boxes: nothing is copied, only coordinates change.
+
+Splitting a fused tensor, joining one from parts, taking a layer out of a stack, transposing, dropping padding rows,
+and the inverse of each, are lists of boxes: this box of that source tensor is that box of this target tensor. Chunks
+are cut by the boxes and keep their place in their files; what is no longer packed gets strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.join import Boxes, join_boxes
+from ckpt_tool.geometry.runs import contiguous_strides_columns
+from ckpt_tool.manifest.model import Manifest, TensorMeta
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray, TensorTable
+
+__all__ = ["Part", "View", "apply_views"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a source tensor that becomes a box of the view's target tensor."""
+
+    source_fqn: str
+    source: Box
+    """In global coordinates of the source tensor."""
+    target_offsets: tuple[int, ...]
+    """Where its first element goes, in global coordinates of the target tensor."""
+    axes: tuple[int, ...]
+    """Source dimension that each target dimension runs along, -1 for a new one of size 1; those left out have size 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One target tensor, made of parts that fill it exactly once."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def apply_views(manifest: Manifest, views: Sequence[View], *, keep: Sequence[str] = ()) -> Manifest:
+    """The manifest of the views' targets, in order, then of the tensors named in ``keep`` as they are.
+
+    A target has the dtype, section and outer keys of its first source. Chunks must be resolved.
+
+    Raises:
+        LayoutError: a part leaves its source or its target, its parts do not add up to the target's volume, or their
+            dtypes differ.
+    """
+    kept = [_identity(manifest, fqn) for fqn in keep]
+    wanted = [*views, *kept]
+    records = [_record(manifest, view) for view in views] + [manifest.tensor(fqn) for fqn in keep]
+    tensors = TensorTable.from_records(records)
+    rows = [(number, part) for number, view in enumerate(wanted) for part in view.parts]
+    source_width, target_width = manifest.chunks.sizes.shape[1], tensors.shape.shape[1]
+    key = np.array([manifest.tensors.index[part.source_fqn] for _, part in rows], dtype=np.int64)
+    target = np.array([number for number, _ in rows], dtype=np.int64)
+    offsets = _padded([part.source.offsets for _, part in rows], source_width, 0)
+    sizes = _padded([part.source.sizes for _, part in rows], source_width, 1)
+    goes_to = _padded([part.target_offsets for _, part in rows], target_width, 0)
+    axes = _padded([part.axes for _, part in rows], target_width, -1)
+
+    chunks = manifest.chunks
+    pairs = join_boxes(Boxes(chunks.tensor.astype(np.int64), chunks.offsets, chunks.sizes), Boxes(key, offsets, sizes))
+    if (chunks.flags[pairs.left] & ChunkFlag.UNRESOLVED).any():
+        raise LayoutError("views need the exact places of chunks, some are not resolved", where=manifest.root)
+    strides = (contiguous_strides_columns(chunks.sizes) if chunks.strides is None else chunks.strides)[pairs.left]
+    inside = pairs.offsets - chunks.offsets[pairs.left]
+    bits = manifest.tensors.bits[chunks.tensor[pairs.left]]
+    start_bits = (inside * strides).sum(axis=1) * bits
+    span = ((pairs.sizes - 1) * strides).sum(axis=1) + 1
+    if (start_bits % 8).any():
+        raise LayoutError("a view cuts elements that are narrower than a byte", where=manifest.root)
+    along = axes[pairs.right]
+    is_real = along >= 0
+    picked = np.maximum(along, 0)
+    moved = pairs.offsets - offsets[pairs.right]
+    table = ChunkTable.from_columns(
+        tensor=target[pairs.right],
+        offsets=goes_to[pairs.right] + np.where(is_real, np.take_along_axis(moved, picked, axis=1), 0),
+        sizes=np.where(is_real, np.take_along_axis(pairs.sizes, picked, axis=1), 1),
+        file=chunks.file[pairs.left],
+        offset=chunks.offset[pairs.left] + start_bits // 8,
+        length=(span * bits + 7) // 8,
+        rank=chunks.rank[pairs.left],
+        flags=chunks.flags[pairs.left],
+        strides=np.where(is_real, np.take_along_axis(strides, picked, axis=1), 1),
+    )
+    return manifest.replace(tensors=tensors, chunks=table)
+
+
+def _identity(manifest: Manifest, fqn: str) -> View:
+    shape = manifest.tensor(fqn).shape
+    return View(fqn, shape, (Part(fqn, Box.whole(shape), (0,) * len(shape), tuple(range(len(shape)))),))
+
+
+def _record(manifest: Manifest, view: View) -> TensorMeta:
+    """The target tensor of a view, checked against its sources."""
+    if not view.parts:
+        raise LayoutError("a view without parts", where=view.fqn)
+    first = manifest.tensor(view.parts[0].source_fqn)
+    whole = Box.whole(view.shape)
+    volume = 0
+    for part in view.parts:
+        source = manifest.tensor(part.source_fqn)
+        if source.dtype != first.dtype:
+            raise LayoutError(
+                f"parts have dtypes {first.dtype.name} ({first.fqn}) and {source.dtype.name} ({source.fqn})",
+                where=view.fqn,
+            )
+        sizes = tuple(part.source.sizes[axis] if axis >= 0 else 1 for axis in part.axes)
+        used = [axis for axis in part.axes if axis >= 0]
+        left_out = [d for d in range(part.source.ndim) if d not in part.axes and part.source.sizes[d] != 1]
+        if left_out or len(set(used)) != len(used) or len(part.axes) != len(view.shape):
+            raise LayoutError(f"axes {part.axes} do not fit box {part.source} of {source.fqn}", where=view.fqn)
+        if not Box.whole(source.shape).contains(part.source) or not whole.contains(Box(part.target_offsets, sizes)):
+            raise LayoutError(
+                f"box {part.source} of {source.fqn} {list(source.shape)} at {part.target_offsets} leaves "
+                f"{list(view.shape)}",
+                where=view.fqn,
+            )
+        volume += part.source.volume
+    if volume != whole.volume:
+        raise LayoutError(f"parts have {volume:,} elements, the target {whole.volume:,}", where=view.fqn)
+    path = (*first.path[:-1], view.fqn) if len(first.path) > 1 else (view.fqn,)
+    return TensorMeta(view.fqn, first.dtype, view.shape, first.section, path)
+
+
+def _padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> IntArray:
+    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
