@@ -32,7 +32,7 @@ class Part:
     target_offsets: tuple[int, ...]
     """Where its first element goes, in global coordinates of the target tensor."""
     axes: tuple[int, ...]
-    """Source dimension that each target dimension runs along, -1 for a new one of size 1; those left out have size 1."""
+    """Source dimension that each target dimension runs along, -1 for a new one; those left out have size 1."""
 
 
 @dataclass(frozen=True, slots=True)
