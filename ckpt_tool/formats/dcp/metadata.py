@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ckpt_tool.dtypes import DType, dtype
@@ -26,6 +27,7 @@ __all__ = [
     "MetadataFile",
     "StorageInfo",
     "TensorItem",
+    "collector_paused",
     "foreign_root",
     "load_metadata",
     "rank_metadata",
@@ -106,7 +108,7 @@ def load_metadata(data: bytes, path: str) -> MetadataFile:
         UnsafePickle: it asks for a callable that can do harm.
         Unsupported: a tensor has an element type that is not known.
     """
-    with _collector_paused():
+    with collector_paused():
         root = load_pickle(data, where=path, classes=_PLAIN)
         fields = _attributes(root, "Metadata", path)
         listed = _expect(fields.get("state_dict_metadata"), dict, "state_dict_metadata", path)
@@ -120,6 +122,7 @@ def load_metadata(data: bytes, path: str) -> MetadataFile:
                 blobs.append(fqn)
             else:
                 raise FormatError(f"{fqn!r} is a {entry!r}, expected the metadata of a tensor or of bytes", where=path)
+        _check_boxes(tensors, path)
         storage = _storage(_expect(fields.get("storage_data"), dict, "storage_data", path), path)
     planner_data = fields.get("planner_data")
     meta = fields.get("storage_meta")
@@ -154,6 +157,19 @@ def _tensor_item(entry: Fields, fqn: str, path: str) -> TensorItem:
     return TensorItem(_element_type(element, fqn, path), tuple(shape), chunks)
 
 
+def _check_boxes(tensors: Mapping[str, TensorItem], path: str) -> None:
+    """Nothing, when offsets and sizes of all chunks are whole numbers: only then may they be hashed."""
+    if _are_integers(box for item in tensors.values() for chunk in item.chunks for box in chunk):
+        return
+    for fqn, item in tensors.items():
+        if not _are_integers(box for chunk in item.chunks for box in chunk):
+            raise FormatError(f"offsets or sizes of a chunk of {fqn!r} are no whole numbers", where=path)
+
+
+def _are_integers(boxes: Iterable[tuple[int, ...]]) -> bool:
+    return set(map(type, chain.from_iterable(boxes))) <= {int}
+
+
 def _element_type(element: object, fqn: str, path: str) -> DType:
     if isinstance(element, DType):
         return element
@@ -166,7 +182,8 @@ def _element_type(element: object, fqn: str, path: str) -> DType:
 
 
 def _storage(records: dict[Any, Any], path: str) -> dict[tuple[str, tuple[int, ...] | None], StorageInfo]:
-    storage: dict[tuple[str, tuple[int, ...] | None], StorageInfo] = {}
+    keys: list[tuple[str, tuple[int, ...] | None]] = []
+    infos: list[StorageInfo] = []
     for index, info in records.items():
         try:
             key = index[0]
@@ -182,7 +199,11 @@ def _storage(records: dict[Any, Any], path: str) -> dict[tuple[str, tuple[int, .
             )
         if type(relative_path) is not str or type(fqn) is not str or not isinstance(offsets, (tuple, type(None))):
             raise FormatError(f"storage of {fqn!r}: a field is of the wrong type", where=path)
-        storage[fqn, offsets] = (relative_path, offset, length, transforms)
+        keys.append((fqn, offsets))
+        infos.append((relative_path, offset, length, transforms))
+    if not _are_integers(offsets or () for _, offsets in keys):
+        raise FormatError("the storage of a chunk has offsets that are no whole numbers", where=path)
+    storage = dict(zip(keys, infos, strict=True))
     if len(storage) != len(records):
         raise FormatError(f"{len(records) - len(storage):,} chunks have two storage records", where=path)
     return storage
@@ -215,7 +236,7 @@ def _text(value: object) -> str | None:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Hundreds of thousands of records without cycles: looking for garbage among them doubles the time."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import checks, objects, probe, resolve
-from ckpt_tool.formats.dcp.metadata import METADATA_NAME, MetadataFile, load_metadata, rank_metadata
+from ckpt_tool.formats.dcp.metadata import METADATA_NAME, MetadataFile, collector_paused, load_metadata, rank_metadata
 from ckpt_tool.formats.dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
@@ -40,18 +40,19 @@ class DcpReader:
         if not paths:
             raise NotFound(f"no {METADATA_NAME}", where=source.listing.url, hint="the save may not have finished")
         ranges = [FileRange(path, 0, source.listing.nbytes(path)) for path in paths]
-        parts = [load_metadata(data, path) for data, path in zip(source.store.fetch(ranges), paths, strict=True)]
-        tables = tabulate(parts, source.listing.sizes)
-        return Manifest(
-            format=self.name,
-            root=source.listing.url,
-            tensors=tables.tensors,
-            chunks=tables.chunks,
-            files=tables.files,
-            blobs=tables.blobs,
-            info=_info(source, parts, tables),
-            notes=tuple(_notes(parts, tables)),
-        )
+        with collector_paused():
+            parts = [load_metadata(data, path) for data, path in zip(source.store.fetch(ranges), paths, strict=True)]
+            tables = tabulate(parts, source.listing.sizes)
+            return Manifest(
+                format=self.name,
+                root=source.listing.url,
+                tensors=tables.tensors,
+                chunks=tables.chunks,
+                files=tables.files,
+                blobs=tables.blobs,
+                info=_info(source, parts, tables),
+                notes=tuple(_notes(parts, tables)),
+            )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         """Exact places of the chunks ``rows``; one request per row at most, see ``resolve.resolve``."""

@@ -10,13 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.errors import FormatError, Unsupported
-from ckpt_tool.formats.dcp.metadata import MetadataFile, TensorItem
+from ckpt_tool.formats.dcp.metadata import MetadataFile, StorageInfo, TensorItem
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
@@ -64,8 +64,9 @@ def tabulate(metadata: Sequence[MetadataFile], nbytes_of: Mapping[str, int]) -> 
     files = _Files(nbytes_of)
     tensors = _union(metadata)
     rows = _Rows()
+    numbers = {fqn: number for number, fqn in enumerate(tensors)}
     for part in metadata:
-        _add_chunks(part, tensors, rows, files)
+        _add_chunks(part, numbers, rows, files)
     blobs = [blob for part in metadata for blob in _blobs(part, files, is_shared=len(metadata) == 1)]
     table = _tensor_table(tensors, metadata)
     chunks = rows.columns(table)
@@ -145,97 +146,116 @@ class _Files:
 
 @dataclass
 class _Rows:
-    """Chunk rows while they are collected; boxes are grouped by their number of dimensions."""
+    """Chunk rows while they are collected, in lists that are aligned row by row."""
 
-    tensor: list[int] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    """Tensor row and number of chunks, in the order of rows."""
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    infos: list[StorageInfo] = field(default_factory=list)
     file: list[int] = field(default_factory=list)
-    offset: list[int] = field(default_factory=list)
-    length: list[int] = field(default_factory=list)
-    boxes: dict[int, tuple[list[int], list[Sequence[int]], list[Sequence[int]]]] = field(default_factory=dict)
 
     def columns(self, tensors: TensorTable) -> ChunkTable:
         """Unresolved chunks, their numbers checked against the tensors' shapes."""
-        n, width = len(self.tensor), tensors.shape.shape[1]
-        offsets, sizes = np.zeros((n, width), dtype=np.int64), np.ones((n, width), dtype=np.int64)
-        tensor = np.array(self.tensor, dtype=np.int32)
-        for ndim, (rows, some_offsets, some_sizes) in self.boxes.items():
-            picked = np.array(rows)
-            offsets[picked, :ndim] = _integers(some_offsets, picked, tensor, tensors, ndim)
-            sizes[picked, :ndim] = _integers(some_sizes, picked, tensor, tensors, ndim)
+        n = len(self.infos)
+        tensor = np.repeat(*np.array(self.counts, dtype=np.int64).reshape(-1, 2).T)
+        offsets = _padded(self.offsets, tensor, tensors, fill=0)
+        sizes = _padded(self.sizes, tensor, tensors, fill=1)
         shape = tensors.shape[tensor]
         wrong = np.flatnonzero(((offsets < 0) | (sizes < 0) | (sizes > shape - offsets)).any(axis=1))
         if len(wrong):
             row = int(wrong[0])
-            ndim = int(tensors.ndim[tensor[row]])
             raise FormatError(
-                f"chunk at {offsets[row, :ndim].tolist()} of sizes {sizes[row, :ndim].tolist()} does not lie inside "
-                f"the tensor's shape {shape[row, :ndim].tolist()} ({len(wrong):,} such chunks)",
+                f"chunk at {list(self.offsets[row])} of sizes {list(self.sizes[row])} does not lie inside the tensor's "
+                f"shape {list(tensors.shape_of(int(tensor[row])))} ({len(wrong):,} such chunks)",
                 where=tensors.fqns[tensor[row]],
             )
+        is_plain = np.array([not info[3] for info in self.infos], dtype=np.bool_)
+        offset = np.fromiter((info[1] for info in self.infos), dtype=np.int64, count=n)
         return ChunkTable.from_columns(
             tensor=tensor,
             offsets=offsets,
             sizes=sizes,
             file=self.file,
-            offset=self.offset,
-            length=self.length,
+            offset=np.where(is_plain, offset, 0),  # a decoded item begins its file
+            length=np.fromiter((info[2] for info in self.infos), dtype=np.int64, count=n),
             flags=np.full(n, ChunkFlag.UNRESOLVED, dtype=np.uint8),
         )
 
 
-def _integers(
-    boxes: list[Sequence[int]], rows: npt.NDArray[Any], tensor: npt.NDArray[np.int32], tensors: TensorTable, ndim: int
-) -> IntArray:
-    """int64[n, ndim] of tuples that are to hold whole numbers."""
-    array = np.array(boxes).reshape(len(boxes), -1) if ndim else np.zeros((len(boxes), 0), dtype=np.int64)
-    if array.dtype.kind != "i":
-        row = next(i for i, box in enumerate(boxes) if not all(type(n) is int and abs(n) < 2**62 for n in box))
-        raise FormatError(f"box {boxes[row]!r} is not made of whole numbers", where=tensors.fqns[tensor[rows[row]]])
-    return array.astype(np.int64)
+def _padded(boxes: list[tuple[int, ...]], tensor: IntArray, tensors: TensorTable, *, fill: int) -> IntArray:
+    """int64[n, D] of tuples that are to hold one whole number per dimension of their tensor."""
+    n, width = len(boxes), tensors.shape.shape[1]
+    ndim = tensors.ndim[tensor].astype(np.int64)
+    lengths = np.fromiter(map(len, boxes), dtype=np.int64, count=n)
+    wrong = np.flatnonzero(lengths != ndim)
+    if len(wrong):
+        row = int(wrong[0])
+        raise FormatError(
+            f"chunk with offsets or sizes {list(boxes[row])}, expected {ndim[row]} of each",
+            where=tensors.fqns[tensor[row]],
+        )
+    padded = np.full((n, width), fill, dtype=np.int64)
+    try:
+        numbers = np.fromiter(chain.from_iterable(boxes), dtype=np.int64, count=int(ndim.sum()))
+    except OverflowError as error:
+        raise FormatError("a chunk has offsets or sizes beyond 64 bits") from error
+    padded[np.arange(width) < ndim[:, None]] = numbers
+    return padded
 
 
-def _add_chunks(part: MetadataFile, tensors: Mapping[str, TensorItem], rows: _Rows, files: _Files) -> None:
+def _add_chunks(part: MetadataFile, numbers: Mapping[str, int], rows: _Rows, files: _Files) -> None:
     """Append a row for each chunk that ``part`` lists."""
     storage = part.storage
-    numbers = {fqn: number for number, fqn in enumerate(tensors)}
-    used: set[tuple[str, Any]] = set()
+    n_used = sum((fqn, None) in storage for fqn in part.blobs)
+    n_before = len(rows.infos)
     for fqn, item in part.tensors.items():
-        number, ndim = numbers[fqn], len(item.shape)
-        box_rows, box_offsets, box_sizes = rows.boxes.setdefault(ndim, ([], [], []))
-        for offsets, sizes in item.chunks:
-            key = (fqn, offsets)
-            if key in used:  # empty chunks of several ranks begin at the same place and are stored once
-                continue
-            used.add(key)
-            info = storage.get(key)
+        # Empty chunks of several ranks begin at the same place and are stored once.
+        chunks = dict(item.chunks)
+        rows.counts.append((numbers[fqn], len(chunks)))
+        rows.offsets += chunks
+        rows.sizes += chunks.values()
+        for offsets in chunks:
+            info = storage.get((fqn, offsets))
             if info is None:
                 raise FormatError(
                     f"no storage is recorded for the chunk at {list(offsets)} of {fqn!r}", where=part.path
                 )
-            if len(offsets) != ndim or len(sizes) != ndim:
-                raise FormatError(
-                    f"chunk at {list(offsets)} of sizes {list(sizes)} in a tensor of shape {list(item.shape)}: "
-                    f"expected {ndim} numbers each",
-                    where=fqn,
-                )
-            box_rows.append(len(rows.tensor))
-            box_offsets.append(offsets)
-            box_sizes.append(sizes)
-            rows.tensor.append(number)
-            path, offset, length, transforms = info
-            row = files.row(path, fqn, part.path)
-            if transforms:
-                _check_transforms(transforms, fqn, part.path)
-                row = files.decoded_row(FileRange(files.entries[row].path, offset, length))
-                offset = 0
-            rows.file.append(row)
-            rows.offset.append(offset)
-            rows.length.append(length)
-    listed = used | {(fqn, None) for fqn in part.blobs}
-    if len(storage) != len(listed) or storage.keys() - listed:
-        stray = next(iter(storage.keys() - listed), None) or next(iter(listed - storage.keys()))
-        what = "an object" if stray[1] is None else f"a chunk at {list(stray[1])}"
-        raise FormatError(f"storage and list disagree: {what} of {stray[0]!r} is in one of them only", where=part.path)
+            rows.infos.append(info)
+    n_used += len(rows.infos) - n_before
+    if n_used != len(storage) or any((fqn, None) not in storage for fqn in part.blobs):
+        _raise_stray(part)
+    rows.file += _file_rows(part, rows.infos[n_before:], files)
+
+
+def _raise_stray(part: MetadataFile) -> NoReturn:
+    """Name what is listed but not stored, or stored but not listed."""
+    listed: set[tuple[str, tuple[int, ...] | None]] = {(fqn, None) for fqn in part.blobs}
+    listed.update((fqn, offsets) for fqn, item in part.tensors.items() for offsets, _ in item.chunks)
+    fqn, offsets = min(listed ^ part.storage.keys(), key=repr)
+    what = "the object" if offsets is None else f"a chunk at {list(offsets)} of"
+    side = "listed, but not stored" if (fqn, offsets) in listed else "stored, but not listed"
+    raise FormatError(f"{what} {fqn!r} is {side}", where=part.path)
+
+
+def _file_rows(part: MetadataFile, infos: list[StorageInfo], files: _Files) -> list[int]:
+    """Row of each item's file, after its path was checked."""
+    known: dict[str, int] = {}
+    found: list[int] = []
+    for info in infos:
+        row = known.get(info[0])
+        if row is None:
+            row = known[info[0]] = files.row(info[0], _holder(part, info), part.path)
+        if info[3]:
+            _check_transforms(info[3], _holder(part, info), part.path)
+            row = files.decoded_row(FileRange(info[0], info[1], info[2]))
+        found.append(row)
+    return found
+
+
+def _holder(part: MetadataFile, info: StorageInfo) -> str:
+    """The fqn of an item."""
+    return next(fqn for (fqn, _), other in part.storage.items() if other is info)
 
 
 def _check_transforms(transforms: Sequence[object], fqn: str, where: str) -> None:
