@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
-from ckpt_tool.formats._pickle.load import load_pickle
+from ckpt_tool.formats._pickle.load import load_prefix
 from ckpt_tool.formats._pickle.scan import pickle_end
 from ckpt_tool.formats._pickle.tensors import StorageRef
 from ckpt_tool.formats._pickle.walk import storages
@@ -58,10 +58,7 @@ def read_legacy(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -
     """
     head, ends = _pickles(read, nbytes, where)
     starts = [0, *ends]
-    magic, version, info, root, keys = (
-        load_pickle(head[start:end], where=f"{where}:{start}" if start else where)
-        for start, end in zip(starts, ends, strict=False)
-    )
+    magic, version, info, root, keys = (load_prefix(head, where=where, start=start)[0] for start in starts[:5])
     if magic != _MAGIC or version != _PROTOCOL_VERSION:
         raise FormatError(f"legacy torch file of version {version!r}, expected {_PROTOCOL_VERSION}", where=where)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):

@@ -33,6 +33,7 @@ Path = tuple[str | int, ...]
 
 MAX_VALUES = 20_000_000
 _MAX_DEPTH = 64
+_MAX_PATH = 1_000
 _MAX_TEXT = 2_000
 
 
@@ -44,7 +45,7 @@ def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, A
     is reached by two paths is walked twice, one that contains itself is not entered again.
 
     Raises:
-        FormatError: more than ``max_values`` values.
+        FormatError: more than ``max_values`` values, or containers nested more than 1,000 deep.
     """
     inside: set[int] = set()
     # A container waits as (path, container, iterator over its children).
@@ -71,6 +72,8 @@ def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, A
         if entered is None:
             yield path, value
         else:
+            if len(stack) >= _MAX_PATH:  # paths are tuples: much deeper ones would fill the memory
+                raise FormatError(f"the pickle is nested more than {_MAX_PATH:,} levels deep")
             inside.add(id(value))
             stack.append((path, id(value), entered))
 

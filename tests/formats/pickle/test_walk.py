@@ -1,0 +1,113 @@
+"""Walks and previews of loaded objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tool.dtypes import DTYPES
+from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._pickle.nodes import Fields, Global, OrderedMap, Size
+from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
+from ckpt_tool.formats._pickle.walk import leaves, plain, storages, tensor_leaves, value_leaves
+from tests.formats.pickle.materialize import PT_FILES, open_file
+
+_STORAGE = StorageRef(DTYPES["float32"], "0", "cpu", 12)
+_TENSOR = TensorRef(_STORAGE, 0, (3, 4), (4, 1), DTYPES["float32"])
+
+
+def test_paths_keep_integers_and_text_apart() -> None:
+    """Key 0, key '0' and position 0 give paths that differ in type where the pickle's keys do."""
+    root = {
+        "state": {0: {"step": 1}, "0": 2},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        (1, "a"): 3,
+        True: 4,
+        None: 5,
+    }
+    assert list(value_leaves(root)) == [
+        (("state", 0, "step"), 1),
+        (("state", "0"), 2),
+        (("groups", 0, "lr"), 0.1),
+        (("groups", 0, "betas", 0), 0.9),
+        (("groups", 0, "betas", 1), 0.99),
+        (("(1, a)",), 3),
+        (("True",), 4),
+        (("None",), 5),
+    ]
+
+
+def test_tensors_and_values_together_are_all_leaves() -> None:
+    """Each leaf is a tensor or a value; empty containers count, objects contribute what they hold."""
+    stub = Global("m", "C").stub(7)
+    stub.state = (None, {"w": _TENSOR})
+    stub["k"] = 1
+    stub.append(2)
+    root = {"a": stub, "b": [], "c": Fields([{"d": _TENSOR}]), "e": _TENSOR}
+    assert [path for path, _ in tensor_leaves(root)] == [("a", "w"), ("c", "d"), ("e",)]
+    assert list(value_leaves(root)) == [(("a", "args", 0), 7), (("a", "k"), 1), (("a", 0), 2), (("b",), [])]
+    assert len(list(leaves(root))) == 7
+    assert storages(root) == [_STORAGE]
+
+
+def test_shared_parts_are_walked_on_each_path_and_cycles_once() -> None:
+    """A state dict under two names gives both; a list in itself ends."""
+    shared = {"w": _TENSOR}
+    loop: list[Any] = [1]
+    loop.append(loop)
+    root = {"model": shared, "ema": shared, "loop": loop}
+    assert [path for path, _ in leaves(root)] == [("model", "w"), ("ema", "w"), ("loop", 0)]
+
+
+def test_too_many_values_are_refused() -> None:
+    """The bound counts every value on the way."""
+    with pytest.raises(FormatError, match="more than 9 values"):
+        list(leaves(list(range(9)), max_values=9))
+
+
+def test_a_preview_is_json() -> None:
+    """Tensors, arrays, stubs, odd numbers and keys become text that says what they are."""
+    enum = Global("megatron.core.enums", "ModelType")(1)
+    namespace = Global("argparse", "Namespace").stub()
+    namespace.state = {"lr": 0.1}
+    value = {
+        "w": _TENSOR, 0: np.arange(3), "0": np.float32(0.5), "e": enum, "args": namespace, "d": DTYPES["bfloat16"],
+        "nan": float("nan"), "big": 10**400, "bytes": b"x" * 100, "size": Size((1, 2)), "map": OrderedMap(), "set": {1},
+        "cls": Global("torch.optim", "AdamW"),
+    }  # fmt: skip
+    actual = json.loads(json.dumps(plain(value), allow_nan=False))
+    assert actual == {
+        "w": "<tensor float32 [3, 4]>",
+        "0": "<numpy int64 [3]>",
+        "0 (str)": 0.5,
+        "e": "<megatron.core.enums.ModelType args=(1)>",
+        "args": {"class": "argparse.Namespace", "state": {"lr": 0.1}},
+        "d": "torch.bfloat16",
+        "nan": "nan",
+        "big": "<int of 1,329 bits>",
+        "bytes": "<100 bytes>",
+        "size": [1, 2],
+        "map": {},
+        "set": [1],
+        "cls": "<torch.optim.AdamW>",
+    }
+
+
+def test_a_preview_is_cut_and_says_so() -> None:
+    """Long containers and texts are counted, not spelled out; a value within itself is named."""
+    loop: dict[str, Any] = {}
+    loop["me"] = loop
+    assert plain(list(range(5)), max_items=2) == [0, 1, "... 3 more"]
+    assert plain({1: 1, 2: 2}, max_items=1) == {"1": 1, "...": "1 more"}
+    assert plain(loop) == {"me": "<itself>"}
+    assert plain("x" * 3_000) == "x" * 2_000 + "... 1,000 more"
+
+
+@pytest.mark.parametrize("name", ["train_namespace.pt", "extra_zip.pt", "whole_module.pt", "odd_zip.pt"])
+def test_real_files_have_previews(name: str) -> None:
+    """Whatever torch.save writes can be shown."""
+    root, _, _ = open_file((PT_FILES / name).read_bytes(), name)
+    assert json.dumps(plain(root), allow_nan=False)

@@ -1,0 +1,51 @@
+"""CRC-32 of parts and of the whole."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tool.checksum import crc32, crc32_combine
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_the_checksum_of_parts_combines_to_that_of_the_whole(first: bytes, second: bytes) -> None:
+    """crc32_combine(crc32(a), crc32(b), len(b)) == crc32(a + b)."""
+    assert crc32_combine(crc32(first), crc32(second), len(second)) == zlib.crc32(first + second)
+    assert crc32(second, crc32(first)) == zlib.crc32(first + second)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8))
+def test_combining_is_associative(parts: list[bytes]) -> None:
+    """From the left or from the right, the whole is the same."""
+    left, nbytes = 0, 0
+    for part in parts:
+        left = crc32_combine(left, crc32(part), len(part))
+        nbytes += len(part)
+    right, behind = 0, 0
+    for part in reversed(parts):
+        right = crc32_combine(crc32(part), right, behind)
+        behind += len(part)
+    assert (left, right, behind) == (zlib.crc32(b"".join(parts)), left, nbytes)
+
+
+def test_lengths_beyond_memory_combine() -> None:
+    """Five GiB of zeros, without having them: squaring one MiB's operator."""
+    block = bytes(1 << 20)
+    expected = 0
+    for _ in range(64):
+        expected = zlib.crc32(block, expected)
+    whole = crc32_combine(0x12345678, 0, 5 << 30)
+    step = 0x12345678
+    for _ in range(80):
+        step = crc32_combine(step, 0, 64 << 20)
+    assert (crc32_combine(crc32(block), crc32(bytes(63 << 20)), 63 << 20), whole) == (expected, step)
+
+
+def test_a_negative_length_is_refused() -> None:
+    """It is a length."""
+    with pytest.raises(ValueError, match="expected 0 or more, got -1"):
+        crc32_combine(1, 2, -1)
