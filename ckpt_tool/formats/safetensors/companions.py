@@ -88,16 +88,18 @@ def _tied_pair(names: Mapping[str, int]) -> tuple[str | None, str | None]:
 
 def tied_note(info: Mapping[str, Any], names: Mapping[str, int]) -> list[str]:
     """Says that the output head is the input embedding where ``config.json`` says so and only one is stored."""
-    embedding, head = _tied_pair(names)
-    if info.get("tie_word_embeddings") is not True or embedding is None or head is not None:
+    embedding, head = _tied_pair(names) if info.get("tie_word_embeddings") is True else (None, None)
+    if embedding is None or head is not None:
         return []
     return [f"the output head is tied to {embedding!r} (config.json: tie_word_embeddings) and is stored once"]
 
 
 def tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """Both ends of a tied pair stored: wrong when they differ. Two requests, of at most 64 KiB of payload each."""
+    if manifest.info.get("tie_word_embeddings") is not True:
+        return
     embedding, head = _tied_pair(manifest.tensors.index)
-    if manifest.info.get("tie_word_embeddings") is not True or embedding is None or head is None:
+    if embedding is None or head is None:
         return
     metas = [manifest.tensor(name) for name in (embedding, head)]
     says = f"config.json says tie_word_embeddings, but {embedding!r} and {head!r} are both stored"

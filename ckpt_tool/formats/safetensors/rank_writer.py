@@ -12,6 +12,7 @@ import numpy as np
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._pickle.dump import dump_pickle
+from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.safetensors.header import build_header, entry_fields
 from ckpt_tool.formats.safetensors.names import rank_file
@@ -63,6 +64,8 @@ class RankFilesWriter:
             entries.append(FileEntry(path, header.data_start + header.payload_nbytes))
             for row, entry in zip(rows, header.entries, strict=False):  # empty tensors without a row come last
                 offset[row], length[row] = header.data_start + entry.start, entry.nbytes
+        # What the source lacks is no property of the target.
+        info = {key: value for key, value in request.info.items() if key != "missing_files"}
         blobs, blob_segments = _lay_out_blobs(request)
         segments += blob_segments
         entries += [FileEntry(s.path, len(s.data)) for s in blob_segments]
@@ -72,7 +75,7 @@ class RankFilesWriter:
             axes=request.mesh_axes,
             mesh_sizes=request.mesh_sizes,
             blobs=blobs,
-            info=request.info,
+            info=info,
         )
         segments.append(Segment(LAYOUT_FILE, 0, layout.to_json()))
         chunks = ChunkTable.from_columns(
@@ -85,9 +88,10 @@ class RankFilesWriter:
             rank=request.boxes.rank,
         )
         mesh = MeshInfo(request.mesh_axes, request.mesh_sizes, LAYOUT_FILE) if request.mesh_axes else None
-        info = {**request.info, "world_size": request.world_size}
         files = FileTable(tuple(entries))
-        manifest = Manifest(self.name, "", request.tensors, chunks, files, blobs, mesh, info)
+        manifest = Manifest(
+            self.name, "", request.tensors, chunks, files, blobs, mesh, {**info, "world_size": request.world_size}
+        )
         return LayOut(manifest, tuple(segments), LAYOUT_FILE)
 
 
@@ -189,7 +193,7 @@ def _lay_out_blobs(request: WriteRequest) -> tuple[tuple[Blob, ...], list[Segmen
                 position += len(line) + 2
                 placed.append(replace(blob, kind="json", where=where))
                 continue
-            raw, kind = dump_pickle(blob.value), "pickle"
+            raw, kind = _pickled(blob), "pickle"
         path = f"objects/{len(files):05d}{_SUFFIXES.get(kind, '.bin')}"
         files.append(Segment(path, 0, bytes(raw)))
         placed.append(replace(blob, kind=kind, where=FileRange(path, 0, len(raw))))
@@ -206,6 +210,17 @@ def _plain_line(blob: Blob) -> bytes | None:
         return json.dumps(to_plain(blob.value, blob.fqn), separators=(",", ":"), allow_nan=False).encode()
     except Unsupported:
         return None
+
+
+def _pickled(blob: Blob) -> bytes:
+    """The object as a pickle, which has no place for what its tensors hold."""
+    held = storages(blob.value)
+    if held:
+        raise Unsupported(
+            f"object {blob.fqn!r} has {len(held):,} tensors inside, and its original bytes were not given",
+            hint="leave it out with --exclude, or choose --to dcp, which keeps it as it is",
+        )
+    return dump_pickle(blob.value)
 
 
 WRITER = RankFilesWriter()

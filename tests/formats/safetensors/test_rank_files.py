@@ -16,6 +16,7 @@ from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.errors import CkptError, FormatError, LayoutError, NotFound, Unsupported, UsageError
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.nodes import Global, OrderedMap
+from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats.base import Source, WriteRequest, WriterOptions
 from ckpt_tool.formats.safetensors import index_file, rank_files, single
 from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE
@@ -217,6 +218,21 @@ def test_an_object_without_value_or_bytes_is_refused() -> None:
     """It would be lost."""
     with pytest.raises(Unsupported, match="object 'x' was not loaded"):
         saved(full_request(blobs=(Blob("x", "pickle", None),)))
+
+
+def test_an_object_with_tensors_inside_needs_its_bytes() -> None:
+    """A pickle made anew has no place for what the tensors hold; nothing is dropped silently."""
+    storage = StorageRef(DTYPES["uint8"], "0", "cpu", 3)
+    value = {"state": TensorRef(storage, 0, (3,), (1,), DTYPES["uint8"])}
+    with pytest.raises(Unsupported, match="object 'rng' has 1 tensors inside, and its original bytes were not given"):
+        saved(full_request(blobs=(Blob("rng", "value", None, value, is_loaded=True),)))
+
+
+def test_what_the_source_lacks_is_not_said_of_the_target() -> None:
+    """``missing_files`` of a source's info stays behind."""
+    asked = request([meta("w", "uint8", (1,))], info={"missing_files": ["x"], "step": 1})
+    source, _ = source_and_store(saved(asked)[0])
+    assert READER.read(source).info == {"step": 1, "world_size": 1}
 
 
 def test_an_unfinished_save_is_no_checkpoint() -> None:
