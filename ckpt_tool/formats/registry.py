@@ -16,6 +16,7 @@ from ckpt_tool.formats.base import Reader, Writer
 __all__ = ["readers", "writer", "writer_names"]
 
 _READERS = (
+    ("ckpt_tool.formats.bundle", "ACCELERATE"),
     ("ckpt_tool.formats.dcp.reader", "READER"),
     ("ckpt_tool.formats.safetensors.rank_files", "READER"),
     ("ckpt_tool.formats.safetensors.dcp_hf", "READER"),
@@ -30,7 +31,7 @@ _WRITERS = {
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
-    "torch-ranks": ("ckpt_tool.formats.torch_save.rank_writer", "WRITER"),
+    "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),
 }
 
 

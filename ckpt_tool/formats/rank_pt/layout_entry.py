@@ -17,8 +17,9 @@ A plain dict, so that ``torch.load(weights_only=True)`` reads it::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError
@@ -29,7 +30,7 @@ from ckpt_tool.formats._torch_file.placed import Piece, Placed, whole
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath, MeshInfo
 
-__all__ = ["LAYOUT_KEY", "LayoutEntry", "parse_layout"]
+__all__ = ["LAYOUT_KEY", "LayoutEntry", "describe_layout", "parse_layout"]
 
 LAYOUT_KEY = "__ckpt_layout__"
 _VERSION = 1
@@ -89,6 +90,37 @@ def parse_layout(value: object, where: str) -> LayoutEntry:
         raise FormatError(f"{LAYOUT_KEY} lacks or garbles {error}", where=where) from error
     mesh = MeshInfo(tuple(axes), sizes, f"recorded in {LAYOUT_KEY}") if axes and len(axes) == len(sizes) else None
     return LayoutEntry(rank, world_size, mesh, pieces)
+
+
+def describe_layout(
+    rank: int,
+    world_size: int,
+    mesh_axes: Sequence[str],
+    mesh_sizes: Sequence[int],
+    pieces: Iterable[tuple[str, str, KeyPath, tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, Any]:
+    """The layout entry of a file; ``pieces`` are (entry, fqn, path, global shape, offsets).
+
+    Ranks count row-major over the mesh, the last axis fastest; ``coord`` is empty when the mesh is not of that size.
+    """
+    coord: list[int] = []
+    if mesh_sizes and prod(mesh_sizes) == world_size:
+        left = rank
+        for size in reversed(mesh_sizes):
+            left, here = divmod(left, size)
+            coord.insert(0, here)
+    return {
+        "version": _VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "mesh_axes": list(mesh_axes),
+        "mesh_sizes": list(mesh_sizes),
+        "coord": coord,
+        "tensors": [
+            {"entry": entry, "fqn": fqn, "path": list(path), "shape": list(shape), "offsets": list(offsets)}
+            for entry, fqn, path, shape, offsets in pieces
+        ],
+    }
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

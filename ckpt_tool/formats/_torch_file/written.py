@@ -1,0 +1,101 @@
+"""A torch file laid out: one nested object with its tensors, as torch.save (2.13) would write it, before any payload.
+
+Only what ``torch.load(weights_only=True)`` reads comes from here; objects that are carried over are their own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tool.dtypes import DType
+from ckpt_tool.errors import Unsupported
+from ckpt_tool.formats._pickle.dump import dump_pickle
+from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
+from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
+from ckpt_tool.formats.base import Segment
+from ckpt_tool.manifest.model import Blob, KeyPath
+from ckpt_tool.manifest.tables import TensorTable, packed_strides
+
+__all__ = ["WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor"]
+
+_N_SMALL_MEMBERS = 4  # data.pkl, .format_version, .storage_alignment, byteorder stand before the storages
+
+
+def fresh_tensor(key: int, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+    """A packed row-major tensor that fills the storage ``key`` of a file."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    # torch.load has no typed storage of complex32, and torch.save writes it untyped (torch 2.13).
+    is_typed = dtype.storage is not None and dtype.name != "complex32"
+    storage = StorageRef(dtype if is_typed else None, str(key), "cpu", numel if is_typed else dtype.nbytes(numel))
+    return TensorRef(storage, 0, shape, packed_strides(shape), dtype)
+
+
+def check_dtypes(tensors: TensorTable) -> None:
+    """Nothing, when torch has plain tensors of all these dtypes.
+
+    Raises:
+        Unsupported: it has not; the message names each dtype with a tensor.
+    """
+    refused = {
+        dtype.name: fqn
+        for dtype, fqn in zip(tensors.dtypes, tensors.fqns, strict=True)
+        if dtype.kind in ("quantized", "opaque") or dtype.bits % 8
+    }
+    if refused:
+        listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
+        raise Unsupported(f"torch has no plain tensors of these types: {listed}", hint="leave them out with --exclude")
+
+
+def blob_entry(blob: Blob) -> tuple[KeyPath, Any]:
+    """Path and value of an object that is to be pickled into the file.
+
+    Raises:
+        Unsupported: it is not loaded, or has tensors inside, whose bytes are elsewhere.
+    """
+    if not blob.is_loaded:
+        raise Unsupported("the object was not loaded, so it cannot be pickled into another file", where=blob.fqn)
+    if storages(blob.value):
+        raise Unsupported("the object has tensors inside, which stay in their own file", where=blob.fqn)
+    return blob.path or (blob.fqn,), blob.value
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """One file's layout."""
+
+    path: str
+    zip: ZipLayout
+    rows: tuple[int, ...]
+    """Row of the request whose payload fills each storage; -1 for an empty storage."""
+
+    @classmethod
+    def of(cls, path: str, value: Any, nbytes: Sequence[int], rows: Sequence[int]) -> WrittenFile:
+        """The layout of ``value``, whose tensors (`fresh_tensor`) lie in storages of ``nbytes`` bytes.
+
+        Raises:
+            Unsupported: an object in ``value`` cannot be pickled.
+        """
+        return cls(path, ZipLayout(torch_members(dump_pickle(value), nbytes)), tuple(rows))
+
+    @property
+    def payload_offsets(self) -> list[int]:
+        """Where the payload of each storage starts."""
+        return list(self.zip.payload_offsets[_N_SMALL_MEMBERS : _N_SMALL_MEMBERS + len(self.rows)])
+
+    def heads(self) -> Iterator[Segment]:
+        """Bytes that do not depend on payload."""
+        return (Segment(self.path, offset, data) for offset, data in self.zip.heads)
+
+    def tail(self, crc32s: Sequence[int]) -> Iterator[Segment]:
+        """Descriptors and directory, given the CRC-32 of each row of the request."""
+        own = [int(crc32s[row]) if row >= 0 else 0 for row in self.rows]
+        return (Segment(self.path, offset, data) for offset, data in self.zip.tail(own))
+
+    def tail_without_checksums(self) -> Iterator[Segment]:
+        """The same with 0, which stands for "not recorded"; for targets that cannot go back."""
+        return (Segment(self.path, offset, data) for offset, data in self.zip.tail([0] * len(self.rows)))

@@ -1,0 +1,114 @@
+"""The writer of one torch.save file that holds everything, nested as the key paths say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
+from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+
+__all__ = ["WRITER", "TorchSaveWriter"]
+
+_FILE_NAME = "checkpoint.pt"
+
+
+class TorchSaveWriter:
+    """Lays out one zip as torch.save (2.13) writes it; ``torch.load(weights_only=True)`` reads it.
+
+    Every tensor gets a storage of its own, in the request's order: tensors that were tied in the source are written
+    once for each name, for a request does not say what was tied.
+    """
+
+    name = "torch-save"
+    per_rank = False
+
+    def lay_out(self, request: WriteRequest) -> LayOut:
+        """The file; integer keys become lists or dicts as ``info["int_keyed_dicts"]`` says (see ``nest``).
+
+        Of objects that each rank has, the first is kept. Checksums come with ``seal``, and are 0 until then.
+
+        Raises:
+            Unsupported: dtypes that torch lacks, objects that cannot be pickled, paths that contradict each other.
+            LayoutError: a tensor is not stored as one whole box.
+        """
+        check_dtypes(request.tensors)
+        row_of_tensor = _whole_rows(request)
+        path = request.options.file_name or _FILE_NAME
+        if "/" in path:
+            raise UsageError(f"{path!r} is no file name", hint="name it like checkpoint.pt")
+        tensors = request.tensors
+        values: list[tuple[KeyPath, Any]] = [
+            (meta.path, fresh_tensor(key, meta.dtype, meta.shape)) for key, meta in enumerate(tensors)
+        ]
+        blobs, n_left_out = _first_blobs(request.blobs)
+        values += [blob_entry(blob) for blob in blobs]
+        value = nest(values, int_keyed=request.info.get("int_keyed_dicts", ()))
+        nbytes = tensors.nbytes.tolist()
+        file = WrittenFile.of(path, value, nbytes, row_of_tensor.tolist())
+        payload = np.array(file.payload_offsets, dtype=np.int64)
+        chunks = ChunkTable.from_columns(
+            tensor=request.boxes.tensor,
+            offsets=request.boxes.offsets,
+            sizes=request.boxes.sizes,
+            file=np.zeros(len(request.boxes), dtype=np.int32),
+            offset=payload[request.boxes.tensor],
+            length=tensors.nbytes[request.boxes.tensor],
+        )
+        notes = (f"{n_left_out:,} objects of further ranks were left out",) if n_left_out else ()
+        manifest = Manifest(
+            self.name,
+            "",
+            tensors,
+            chunks,
+            FileTable((FileEntry(path, file.zip.nbytes),)),
+            blobs=blobs,
+            info=dict(request.info),
+            notes=notes,
+        )
+
+        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
+            return file.tail(crc32s.tolist())
+
+        segments = (*file.heads(), *file.tail_without_checksums())
+        return LayOut(manifest, segments, None, needs_crc32=True, seal=seal)
+
+
+def _first_blobs(blobs: tuple[Blob, ...]) -> tuple[tuple[Blob, ...], int]:
+    """The first blob of each fqn, and how many there are besides."""
+    first: dict[str, Blob] = {}
+    for blob in blobs:
+        first.setdefault(blob.fqn, blob)
+    return tuple(first.values()), len(blobs) - len(first)
+
+
+def _whole_rows(request: WriteRequest) -> IntArray:
+    """int64[n_tensors]: the row of each tensor's box, -1 for an empty tensor."""
+    tensors, boxes = request.tensors, request.boxes
+    rows = np.full(len(tensors), -1, dtype=np.int64)
+    rows[boxes.tensor] = np.arange(len(boxes))
+    counts = np.bincount(boxes.tensor, minlength=len(tensors))
+    is_whole = np.ones(len(tensors), dtype=np.bool_)
+    if len(boxes):
+        width = tensors.shape.shape[1]
+        is_whole[boxes.tensor] = (boxes.sizes[:, :width] == tensors.shape[boxes.tensor]).all(axis=1)
+    wrong = np.flatnonzero(((counts != 1) & ~((counts == 0) & (tensors.numel == 0))) | ~is_whole)
+    if len(wrong):
+        fqn = tensors.fqns[int(wrong[0])]
+        raise LayoutError(
+            f"expected one whole box of each tensor, but {len(wrong):,} tensors are cut, repeated or absent; "
+            f"{fqn!r} has {int(counts[wrong[0]]):,} boxes",
+            hint="one torch.save file holds whole tensors: choose --to torch-ranks or dcp for a sharded layout",
+        )
+    rows[tensors.numel == 0] = -1
+    return rows
+
+
+WRITER = TorchSaveWriter()
