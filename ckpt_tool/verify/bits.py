@@ -60,11 +60,14 @@ def bit_patterns(dtype: DType) -> BitPatterns | None:
     return _PATTERNS.get(dtype.name)
 
 
-def scan_non_finite(bits: npt.NDArray[Any], patterns: BitPatterns) -> NonFinite | None:
+def scan_non_finite(bits: npt.NDArray[Any], patterns: BitPatterns, maxima: npt.NDArray[Any]) -> NonFinite | None:
     """Where NaN and infinities are in native ``bits`` (unsigned, one per component); None when there are none.
 
+    ``maxima`` are such that their largest is the largest of ``bits``, which may be these themselves.
+
     >>> from ckpt_tool.dtypes import dtype
-    >>> found = scan_non_finite(np.array([1, 2, np.nan], "f4").view("u4"), bit_patterns(dtype("float32")))
+    >>> bits = np.array([1, 2, np.nan], "f4").view("u4")
+    >>> found = scan_non_finite(bits, bit_patterns(dtype("float32")), bits)
     >>> found.nan.tolist(), found.inf.tolist()
     ([2], [])
     """
@@ -75,7 +78,7 @@ def scan_non_finite(bits: npt.NDArray[Any], patterns: BitPatterns) -> NonFinite 
         return NonFinite(nan, nan[:0]) if len(nan) else None
     sign = 1 << (8 * patterns.nbytes - 1)
     signed = bits.view(f"i{patterns.nbytes}")
-    if int(bits.max()) < sign + patterns.smallest and int(signed.max()) < patterns.smallest:
+    if int(maxima.max()) < sign + patterns.smallest and int(signed.max()) < patterns.smallest:
         return None
     magnitude = bits & np.array(sign - 1, dtype=bits.dtype)
     wrong = np.flatnonzero(magnitude >= patterns.smallest)

@@ -22,11 +22,12 @@ from ckpt_tool.storage.store import Store
 from ckpt_tool.verify.bits import BitPatterns, bit_patterns, scan_non_finite
 from ckpt_tool.verify.blocks import Clip, cut_blocks, stream_blocks
 from ckpt_tool.verify.places import global_indices, strides_of
-from ckpt_tool.verify.zeros import Run, joined_runs, shortest_run, zero_runs
+from ckpt_tool.verify.zeros import Run, granule_maxima, joined_runs, shortest_run, zero_runs
 
 __all__ = ["ContentScan", "scan_content"]
 
 _MIN_BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 4 << 20  # as measured: shorter ones cost more in calls, longer ones more in cache misses
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ def scan_content(
     """
     chunk_pass = _Pass(manifest, rows, checksums, wants_zeros)
     n_workers = max(min(n_workers, memory_budget_bytes // _MIN_BLOCK_BYTES), 1)
-    likes = max(8 * store.cost.max_gap_bytes, _MIN_BLOCK_BYTES)
+    likes = max(8 * store.cost.max_gap_bytes, _BLOCK_BYTES)
     block_bytes = max(min(likes, store.cost.max_read_bytes, memory_budget_bytes // n_workers), _MIN_BLOCK_BYTES)
     blocks = cut_blocks(
         chunk_pass.file, chunk_pass.start, chunk_pass.stop,
@@ -159,13 +160,14 @@ class _Pass:
         bits = data[: len(data) // width * width].view(f"u{width}")
         if scan.is_big_endian and width > 1:
             bits = bits.byteswap()
+        maxima = bits if scan.min_run is None else granule_maxima(bits)
         if scan.patterns is not None:
-            found = scan_non_finite(bits, scan.patterns)
+            found = scan_non_finite(bits, scan.patterns, maxima)
             if found is not None:
                 self._note(scan, (found.nan + first) // scan.components, is_nan=True)
                 self._note(scan, (found.inf + first) // scan.components, is_nan=False)
         if scan.min_run is not None:
-            runs = zero_runs(bits, scan.min_run)
+            runs = zero_runs(bits, scan.min_run, maxima)
             with self._lock:
                 scan.runs += [(start + first, stop + first) for start, stop in runs]
 

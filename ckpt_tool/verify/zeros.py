@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.flat import flat_boxes
 
-__all__ = ["Run", "ZeroBox", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
+__all__ = ["Run", "ZeroBox", "granule_maxima", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
 
 _GRANULE = 1024
 _MIN_RUN = 128
@@ -42,14 +42,24 @@ def shortest_run(numel: int, chunk_numel: int) -> int:
     return max(_MIN_RUN, min(int(numel * MIN_SHARE), chunk_numel // 4))
 
 
-def zero_runs(bits: npt.NDArray[Any], min_run: int) -> list[Run]:
+def granule_maxima(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Largest of each 1,024 ``bits``, the last of fewer: where that is zero, so are all of them."""
+    n_whole = len(bits) // _GRANULE * _GRANULE
+    maxima = bits[:n_whole].reshape(-1, _GRANULE).max(axis=1)
+    return maxima if n_whole == len(bits) else np.append(maxima, bits[n_whole:].max())
+
+
+def zero_runs(bits: npt.NDArray[Any], min_run: int, maxima: npt.NDArray[Any]) -> list[Run]:
     """``(start, stop)`` of runs of zero bits of at least ``min_run``; those that touch an end may be shorter.
 
-    >>> zero_runs(np.array([0, 1, 0, 0, 0, 1], dtype="u4"), 3)
+    ``maxima`` are the `granule_maxima` of ``bits``: long runs are looked for where these are zero.
+
+    >>> bits = np.array([0, 1, 0, 0, 0, 1], dtype="u4")
+    >>> zero_runs(bits, 3, granule_maxima(bits))
     [(0, 1), (2, 5)]
     """
     if min_run >= 4 * _GRANULE:
-        bounds = _suspects(bits)
+        bounds = _suspects(bits, maxima)
         runs = [(low + a, low + b) for low, high in bounds for a, b in _exact_runs(bits[low:high])]
     else:
         runs = _exact_runs(bits)
@@ -63,17 +73,18 @@ def _exact_runs(bits: npt.NDArray[Any]) -> list[Run]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _suspects(bits: npt.NDArray[Any]) -> list[Run]:
-    """Parts that hold every run of two granules, and the runs at both ends: one cheap reduction in the usual case."""
-    n_rows = len(bits) // _GRANULE
-    is_suspect = np.zeros(n_rows + 1, dtype=np.bool_)
-    is_suspect[:n_rows] = bits[: n_rows * _GRANULE].reshape(n_rows, _GRANULE).max(axis=1) == 0
+def _suspects(bits: npt.NDArray[Any], maxima: npt.NDArray[Any]) -> list[Run]:
+    """Parts that hold every run of two granules, and the runs at both ends."""
+    if not len(bits):
+        return []
+    is_suspect = maxima == 0
+    is_suspect[0] |= bits[0] == 0
+    is_suspect[-2:] |= bits[-1] == 0
+    if not is_suspect.any():
+        return []
     grown = is_suspect.copy()  # a run begins and ends in the granules beside its full ones
     grown[1:] |= is_suspect[:-1]
     grown[:-1] |= is_suspect[1:]
-    if len(bits):
-        grown[0] |= bits[0] == 0
-        grown[max(n_rows - 1, 0) :] |= bits[-1] == 0
     edges = np.flatnonzero(np.diff(np.concatenate([[0], grown.astype(np.int8), [0]])))
     return [
         (low * _GRANULE, min(high * _GRANULE, len(bits)))
