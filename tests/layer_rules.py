@@ -47,7 +47,7 @@ CONFINED: Mapping[str, tuple[str, ...]] = {
 
 # Inside formats/: modules that every format may import, besides the `_` ones; and those that know all formats.
 FORMAT_CONTRACTS = frozenset({"base"})
-FORMAT_INDEXES = frozenset({"__init__", "registry", "detect"})
+FORMAT_INDEXES = frozenset({"__init__", "registry", "detect", "bundle"})
 
 BANNED_NAMES = frozenset({"utils", "helpers", "common", "misc"})
 MAX_LINES = 400

@@ -1,0 +1,126 @@
+"""A bundle is a folder whose folders are checkpoints that belong together: one holds the model, another its optimizer.
+
+Which folders belong together is data. The parts are read by their own readers and shown as one manifest, file paths
+with their folder in front. Knows no bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from ckpt_tool.errors import NotFound
+from ckpt_tool.formats.base import Checksum, Probe, Reader, Source
+from ckpt_tool.formats.dcp.reader import READER as DCP
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.merge import PartBounds, bounds_of, merge_manifests, replace_chunks, split_manifest
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.storage.subfolder import Subfolder, sublisting
+
+__all__ = ["ACCELERATE", "Bundle"]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Reader of one kind of bundle."""
+
+    name: str
+    folders: tuple[str, ...]
+    """Regular expressions over folder names; the first one must occur."""
+    reader: Reader
+    """Reader of every part."""
+
+    def probe(self, source: Source) -> Probe:
+        """Sure when the first kind of folder is there and its reader is sure of it; no request beyond that reader's."""
+        if source.listing.entry is not None:
+            return Probe(0.0, "a single file")
+        folders = self._folders(source)
+        if not folders or not self._patterns[0].fullmatch(folders[0]):
+            return Probe(0.0, f"no folder {self.folders[0]}")
+        probes = [(folder, self.reader.probe(_inside(source, folder))) for folder in folders]
+        known = [folder for folder, probe in probes if probe.confidence > 0.5]
+        if folders[0] not in known:
+            return Probe(0.0, f"{folders[0]}: {probes[0][1].why}")
+        return Probe(0.95, f"{' and '.join(known)} are {self.reader.name} checkpoints")
+
+    def read(self, source: Source) -> Manifest:
+        """The parts, read one after another, as one."""
+        parts = [(folder, self.reader.read(_inside(source, folder))) for folder in self._known(source)]
+        merged = merge_manifests(parts, format_name=self.name, root=source.listing.url)
+        info = {key: value for _, part in reversed(parts) for key, value in part.info.items()}
+        info["parts"] = [asdict(bounds) for bounds in bounds_of(parts)]
+        mesh = next((part.mesh for _, part in parts if part.mesh is not None), None)
+        notes = tuple(f"{folder}: {note}" for folder, part in parts for note in part.notes)
+        return merged.replace(info=info, mesh=mesh, notes=notes)
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """Each part resolves its own rows."""
+        for bounds, part, inner in self._parts(source, manifest):
+            start, stop = bounds.chunks
+            own = rows[(rows >= start) & (rows < stop)] - start
+            if len(own):
+                chunks = replace_chunks(manifest, bounds, self.reader.resolve(inner, part, own))
+                manifest = manifest.replace(chunks=chunks)
+        return manifest.chunks
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """Each part loads its own objects."""
+        blobs = list(manifest.blobs)
+        for bounds, part, inner in self._parts(source, manifest):
+            start, stop = bounds.blobs
+            own = [row - start for row in rows if start <= row < stop]
+            for row, blob in enumerate(self.reader.load_blobs(inner, part, own)) if own else ():
+                where = manifest.blobs[start + row].where
+                blobs[start + row] = Blob(blob.fqn, blob.kind, where, blob.value, blob.path, blob.rank, blob.is_loaded)
+        return tuple(blobs)
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """Those of all parts."""
+        for bounds, part, inner in self._parts(source, manifest):
+            for checksum in self.reader.checksums(inner, part):
+                yield Checksum(_below(bounds.folder, checksum.where), checksum.crc32, checksum.fqn)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Those of all parts."""
+        for bounds, part, inner in self._parts(source, manifest):
+            for finding in self.reader.check(inner, part):
+                where = None if finding.where is None else _below(bounds.folder, finding.where)
+                yield Finding(finding.kind, finding.severity, finding.message, finding.fqn, where)
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(pattern) for pattern in self.folders)
+
+    def _folders(self, source: Source) -> list[str]:
+        """Folders of the bundle, those of the first kind first."""
+        names = sorted({path.split("/", 1)[0] for path in source.listing.sizes if "/" in path})
+        return [name for pattern in self._patterns for name in names if pattern.fullmatch(name)]
+
+    def _known(self, source: Source) -> list[str]:
+        known = [f for f in self._folders(source) if self.reader.probe(_inside(source, f)).confidence > 0.5]
+        if not known:
+            raise NotFound(f"no folder of a {self.name} checkpoint", where=source.listing.url)
+        return known
+
+    def _parts(self, source: Source, manifest: Manifest) -> Iterator[tuple[PartBounds, Manifest, Source]]:
+        """Rows, manifest and source of each part, told from the merged manifest alone."""
+        for row in manifest.info["parts"]:
+            spans = (tuple(row[key]) for key in ("tensors", "chunks", "files", "blobs"))
+            bounds = PartBounds(row["folder"], *spans)
+            part = split_manifest(manifest, bounds, format_name=self.reader.name)
+            yield bounds, part, _inside(source, bounds.folder)
+
+
+def _inside(source: Source, folder: str) -> Source:
+    return Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
+
+
+def _below(folder: str, where: FileRange) -> FileRange:
+    return FileRange(f"{folder}/{where.path}", where.offset, where.length)
+
+
+# accelerate.utils.fsdp_utils (1.15): save_fsdp_model and save_fsdp_optimizer with SHARDED_STATE_DICT.
+ACCELERATE = Bundle("accelerate", (r"pytorch_model_fsdp_\d+", r"optimizer_\d+"), DCP)
