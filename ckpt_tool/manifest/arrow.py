@@ -120,9 +120,7 @@ def _lists(padded: IntArray, ndim: IntArray) -> Any:
 
     starts = np.concatenate([[0], np.cumsum(ndim)])
     values = pa.array(padded[np.arange(padded.shape[1]) < ndim[:, None]])
-    if starts[-1] >= 1 << 31:
-        return pa.LargeListArray.from_arrays(pa.array(starts), values)
-    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values)
+    return pa.LargeListArray.from_arrays(pa.array(starts), values)  # ten million chunks may have 2**31 numbers
 
 
 def _padded(column: Any, ndim: IntArray, width: int, fill: int) -> IntArray:

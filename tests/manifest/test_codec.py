@@ -150,3 +150,33 @@ def test_damaged_json_is_an_error_of_ours(data: st.DataObject) -> None:
         from_json(found)
     except CkptError as error:
         assert error.message  # noqa: PT017 - whether it raises depends on the key
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.replace_schema_metadata({b"ckpt.manifest": b"{"}), "not a manifest: JSONDecodeError"),
+        (lambda t: t.replace_schema_metadata({b"ckpt.manifest": b"{}"}), "not of ckpt-manifest/1: KeyError: 'schema'"),
+        (lambda t: t.drop_columns(["offset"]), "not a manifest: KeyError"),
+        (
+            lambda t: t.set_column(0, "fqn", pa.array(["w", "w", "x"])),
+            "names a tensor or file that the metadata does not",
+        ),
+        (
+            lambda t: t.set_column(4, "offsets", pa.array([[0], [0, 0], []])),
+            "not as many numbers as its tensor has dim",
+        ),
+    ],
+)
+def test_tables_that_were_altered(change: Any, said: str) -> None:
+    """Metadata and rows that do not fit each other are an error."""
+    with pytest.raises(FormatError, match=said):
+        from_arrow(change(to_arrow(small())))
+
+
+def test_an_unknown_section_is_refused() -> None:
+    """Sections are three."""
+    found = to_json(small(), shards=True)
+    found["tensors"][0]["section"] = "weights"
+    with pytest.raises(FormatError, match="'weights' is no section"):
+        from_json(found)

@@ -110,3 +110,9 @@ def test_any_json_is_a_value_or_an_error_of_ours(found: Any) -> None:
         from_plain(found)
     except CkptError as error:
         assert isinstance(error, FormatError)  # noqa: PT017 - most draws are values
+
+
+def test_arrays_of_objects_are_never_made() -> None:
+    """A tag that asks for pointers is refused."""
+    with pytest.raises(FormatError, match="a numpy array of 'O' has no plain form"):
+        from_plain({"$": "ndarray", "dtype": "O", "shape": [1], "value": "AAAAAAAAAAA="})

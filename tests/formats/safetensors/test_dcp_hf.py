@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats.safetensors import dcp_hf
+from ckpt_tool.formats.safetensors import dcp_hf, single
 from ckpt_tool.manifest.finding import Severity
-from tests.formats.safetensors.places import model_bytes, source_and_store
+from tests.formats.safetensors.places import file_bytes, model_bytes, source_and_store
 
 READER = dcp_hf.READER
 
@@ -98,3 +98,18 @@ def test_shards_in_sharded_are_read_while_nothing_lies_above() -> None:
     source, _ = source_and_store(files)
     assert READER.probe(source).confidence > 0.5
     assert READER.read(source).files.paths == tuple(files)
+
+
+def test_shards_that_disagree_about_dimensions() -> None:
+    """One name cannot be a vector here and a scalar there."""
+    scalar = {"w": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}
+    stated = {"DCP_SHARDING_INFO": '{"w":{"saved_offsets":[]}}'}
+    files = {name(1): shard({"w": (0, b"ab")}), name(2): file_bytes({"__metadata__": stated, **scalar}, b"c")}
+    with pytest.raises(FormatError, match="'w' has 0 dimensions here and 1 in another shard"):
+        READER.read(source_and_store(files)[0])
+
+
+def test_a_shard_under_another_name_is_read_with_a_warning() -> None:
+    """Its metadata says that its tensors may be parts."""
+    source, _ = source_and_store({"part.safetensors": shard({"w": (0, b"ab")})})
+    assert any("may hold only parts of its tensors" in note for note in single.READER.read(source).notes)

@@ -244,3 +244,10 @@ def test_any_bytes_are_refused_politely(raw: bytes) -> None:
     """Files of something else are `FormatError`s."""
     with pytest.raises(FormatError, match=r"."):
         parsed(raw)
+
+
+def test_a_header_must_be_given_whole() -> None:
+    """The caller reads as much as `header_nbytes` says."""
+    raw = file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")
+    with pytest.raises(FormatError, match="header of 68 bytes given only to byte 20"):
+        parse_header(raw[:20], len(raw), "f")

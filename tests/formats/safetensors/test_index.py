@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import homes_of, parse_index, write_index
+from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.safetensors import index_file, single
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.store import Listing
 from tests.formats.safetensors.places import file_bytes, index_bytes, model_bytes, source_and_store
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -229,3 +233,57 @@ def test_homes_of_prefers_the_index() -> None:
     """Without a word of the index the last file wins."""
     held = {"a": {"w": 1, "v": 1}, "b": {"w": 1, "v": 1}}
     assert homes_of(held, {"w": "a", "v": "c"}) == {"w": "a", "v": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{nope", "config.json was left out: it is not JSON"),
+        (b"[]", "config.json was left out: expected a JSON object, got list"),
+        (b"{}" + b" " * (16 << 20), "config.json was left out: 16,777,218 bytes are no settings file"),
+    ],
+)
+def test_a_broken_config_is_a_note(text: bytes, said: str) -> None:
+    """Weights are readable without it."""
+    source, _ = source_and_store({"model.safetensors": model_bytes({"w": b"1"}), "config.json": text})
+    manifest = single.READER.read(source)
+    assert "config" not in manifest.info
+    assert any(note.startswith(said) for note in manifest.notes)
+
+
+def test_probes_tell_one_file_from_several() -> None:
+    """Exactly one reader takes each folder, and the other says why not."""
+    one, two = {"a.safetensors": SOUND[A]}, {"a.safetensors": SOUND[A], "b.safetensors": SOUND[B]}
+    for files, taken, left in (
+        (one, single.READER, READER),
+        (two, READER, single.READER),
+        (SOUND, READER, single.READER),
+    ):
+        source, _ = source_and_store(files)
+        assert taken.probe(source).confidence > 0.5 > left.probe(source).confidence
+        with pytest.raises(NotFound) if left is single.READER else nullcontext():
+            left.read(source)
+    with_index, _ = source_and_store({**one, INDEX: index_bytes(MAP)})
+    assert single.READER.probe(with_index).why == "an index lies beside the safetensors files"
+    with pytest.raises(NotFound, match="no safetensors file"):
+        READER.read(source_and_store({})[0])
+
+
+def test_a_file_is_known_by_its_first_bytes_too() -> None:
+    """Named without its suffix, a safetensors file is still one."""
+    store = MemoryStore({"weights": SOUND[A], "other": b"x" * 40})
+    for name, is_taken in (("weights", True), ("other", False)):
+        source = Source(store, Listing(store.url, store.listing().sizes, entry=name))
+        assert (single.READER.probe(source).confidence > 0.5) == is_taken
+    source = Source(store, Listing(store.url, store.listing().sizes, entry="weights"))
+    assert single.READER.read(source).tensors.fqns == ("w", "v")
+
+
+def test_a_long_header_is_a_warning() -> None:
+    """R85: readable here, refused by the reference reader."""
+    entry = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    source, _ = source_and_store({"model.safetensors": file_bytes(entry + b" " * 101_000_000, b"x")})
+    manifest = single.READER.read(source)
+    [finding] = single.READER.check(source, manifest)
+    assert (finding.kind, finding.severity) == ("large-header", Severity.WARNING)
+    assert "the reference reader refuses more than 100,000,000 (100 MB)" in manifest.notes[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +26,10 @@ from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE
 from ckpt_tool.formats.safetensors.rank_writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, MeshInfo
+from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.store import Listing
 from tests.formats.conformance import assemble
-from tests.formats.safetensors.places import meta, request, source_and_store, written
+from tests.formats.safetensors.places import meta, model_bytes, request, source_and_store, written
 from tests.strategies import partitions, shapes
 
 READER = rank_files.READER
@@ -200,8 +205,6 @@ def test_foreign_objects_are_kept_as_pickles() -> None:
 
 def test_torch_s_own_bytes_are_kept_and_read() -> None:
     """An object that torch.save wrote stays that file, and is read without torch."""
-    import io
-
     import torch
 
     out = io.BytesIO()
@@ -370,3 +373,70 @@ def test_damage_gives_errors_of_ours(data: st.DataObject) -> None:
 
 
 DAMAGED = saved(full_request(blobs=(Blob("step", "value", None, {"a": (1, b"x")}, is_loaded=True),)))[0]
+
+
+def test_what_is_named_decides() -> None:
+    """The layout file stands for its folder; one rank's file alone is no checkpoint."""
+    files, whole = saved(full_request())
+    store = MemoryStore(files)
+    named = {
+        p: Source(store, Listing(store.url, store.listing().sizes, entry=p))
+        for p in (LAYOUT_FILE, "rank_00001.safetensors")
+    }
+    assert READER.probe(named[LAYOUT_FILE]).confidence > 0.9
+    assert read_all(named[LAYOUT_FILE]) == whole
+    assert max(r.probe(named["rank_00001.safetensors"]).confidence for r in (READER, single.READER)) <= 0.5
+    assert READER.probe(source_and_store({})[0]).why == "no rank_NNNNN.safetensors"
+
+
+def test_a_layout_without_any_rank() -> None:
+    """Only the small files were copied."""
+    files, _ = saved(full_request())
+    with pytest.raises(NotFound, match="none of the 4 rank files is here"):
+        READER.read(source_and_store({LAYOUT_FILE: files[LAYOUT_FILE]})[0])
+
+
+def test_objects_that_are_lost_or_cut() -> None:
+    """A lost file of objects is reported and leaves the tensors; a cut one is an error."""
+    blobs = (Blob("step", "value", None, 3, is_loaded=True), Blob("raw", "bytes", None))
+    files, whole = saved(full_request(blobs=blobs, blob_bytes={"raw": b"12345"}))
+    lost, _ = source_and_store({p: d for p, d in files.items() if p != OBJECTS_FILE})
+    assert [b.fqn for b in READER.read(lost).blobs] == ["raw"]
+    assert read_all(lost) == whole
+    assert READER.read(lost).info["missing_files"] == [OBJECTS_FILE]
+    cut, _ = source_and_store({**files, "objects/00000.bin": b"1234"})
+    with pytest.raises(FormatError, match="object 'raw' ends at byte 5, the file has 4"):
+        READER.read(cut)
+
+
+def test_an_object_loaded_before_is_left_alone() -> None:
+    """And a zip that torch did not write is an error."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("a/readme", b"x")
+    files, _ = saved(full_request(blobs=(Blob("z", "torch_save", None),), blob_bytes={"z": out.getvalue()}))
+    source, _ = source_and_store(files)
+    manifest = READER.read(source)
+    with pytest.raises(FormatError, match=r"object 'z' is a zip without data.pkl"):
+        READER.load_blobs(source, manifest, [0])
+    known = manifest.replace(blobs=(replace(manifest.blobs[0], value=1, is_loaded=True),))
+    assert READER.load_blobs(source, known, [0]) == known.blobs
+
+
+@pytest.mark.parametrize("path", ["x", [1.5], None])
+def test_key_paths_are_lists_of_names_and_numbers(path: Any) -> None:
+    """In the layout of objects and in the boxes of tensors alike."""
+    files, _ = saved(full_request(blobs=(Blob("step", "value", None, 3, is_loaded=True),)))
+    content = json.loads(files[LAYOUT_FILE])
+    content["objects"][0]["path"] = path
+    files[LAYOUT_FILE] = json.dumps(content).encode()
+    with pytest.raises(FormatError, match="expected a list of keys"):
+        READER.read(source_and_store(files)[0])
+
+
+def test_a_plain_safetensors_file_is_no_rank_file() -> None:
+    """Even under the name of one."""
+    files, _ = saved(request([meta("w", "uint8", (1,))]))
+    files["rank_00000.safetensors"] = model_bytes({"w": b"1"})
+    with pytest.raises(FormatError, match=r"no ckpt.version in its __metadata__"):
+        READER.read(source_and_store(files)[0])
