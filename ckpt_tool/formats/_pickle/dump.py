@@ -6,6 +6,7 @@ What ``load`` made of a pickle goes back to the same classes, calls and states; 
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -37,10 +38,15 @@ def dump_pickle(value: Any, *, protocol: Literal[2, 4] = 2) -> bytes:
     if protocol not in (2, 4):
         raise Unsupported(f"pickle protocol {protocol}, expected 2 or 4")
     pickler = _Pickler(protocol)
+    was_enabled = gc.isenabled()
+    gc.disable()  # everything written stays alive until the end, and a collection would look at all of it
     try:
         pickler.save(value)
     except RecursionError as error:
         raise Unsupported("the object is nested too deeply to be written as a pickle") from error
+    finally:
+        if was_enabled:
+            gc.enable()
     return pickler.finished()
 
 
@@ -276,8 +282,10 @@ class _Pickler:
             self.save(args)
             self._write(b"R")
         self._memoize(id(value), value)
-        self._appends(call.items)
-        self._setitems(call.entries)
+        if call.items:
+            self._appends(call.items)
+        if call.entries:
+            self._setitems(call.entries)
         if call.state is not None:
             self.save(call.state)
             self._write(b"b")

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ckpt_tool.dtypes import DTYPES
-from ckpt_tool.errors import CkptError, FormatError, UnsafePickle
+from ckpt_tool.errors import CkptError, FormatError, UnsafePickle, UsageError
 from ckpt_tool.formats._pickle.constructors import constructor
 from ckpt_tool.formats._pickle.nodes import DefaultMap, Global, OrderedMap, Size
 from ckpt_tool.formats._pickle.policy import canonical_module, refusal
@@ -74,6 +74,7 @@ def load_pickle(
         UnsafePickle: it asks for something that can run code; ``where`` ends in the byte that asks.
         FormatError: not one whole pickle, or one that contradicts itself.
         Unsupported: it holds numpy values of a type that numpy does not know.
+        UsageError: one of ``classes`` has no ``__setstate__``.
     """
     value, used = load_prefix(data, where=where, persistent=persistent, tensors=tensors, classes=classes)
     if used != len(data):
@@ -122,6 +123,10 @@ class _Unpickler(pickle.Unpickler):
     ) -> None:
         # A buffered reader can be peeked into: without that, C reads opcode by opcode.
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 17), encoding="latin-1")
+        for cls in classes.values():
+            # BUILD sets attributes on whatever has no __setstate__: the class itself, too, when a pickle names it.
+            if cls.__module__ != "builtins" and not hasattr(cls, "__setstate__"):
+                raise UsageError(f"{cls.__name__} stands for a class in a pickle and has no __setstate__")
         self._data = data
         self._persistent = persistent
         self._classes = classes

@@ -28,6 +28,7 @@ __all__ = ["REBUILDERS", "storage_from_id"]
 
 _UNTYPED = frozenset({"UntypedStorage", "_UntypedStorage"})
 _MAX_NUMEL = 1 << 62
+_INTEGERS = frozenset({int})
 
 
 def storage_from_id(persistent_id: object) -> StorageRef:
@@ -56,7 +57,7 @@ def storage_from_id(persistent_id: object) -> StorageRef:
 
 
 def _lengths(values: object) -> tuple[int, ...]:
-    if not isinstance(values, (tuple, list)) or any(type(value) is not int for value in values):
+    if not isinstance(values, (tuple, list)) or not _INTEGERS.issuperset(map(type, values)):
         raise FormatError("a shape or strides of a tensor are not a tuple of integers")
     return values if isinstance(values, tuple) else tuple(values)
 

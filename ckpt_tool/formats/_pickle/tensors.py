@@ -175,13 +175,17 @@ def check_extent(
     """
     if len(shape) != len(strides):
         raise FormatError(f"a tensor has {len(shape)} dimensions and {len(strides)} strides")
-    if offset < 0 or min(shape, default=0) < 0 or min(strides, default=0) < 0:
-        raise FormatError(f"a tensor has negative numbers: offset {offset}, shape {shape}, strides {strides}")
-    if 0 in shape:
-        return
     last = offset
+    is_empty = False
+    is_negative = offset < 0
     for length, stride in zip(shape, strides, strict=True):
+        is_empty |= length == 0
+        is_negative |= length < 0 or stride < 0
         last += (length - 1) * stride
+    if is_negative:
+        raise FormatError(f"a tensor has negative numbers: offset {offset}, shape {shape}, strides {strides}")
+    if is_empty:
+        return
     end = dtype.nbytes(last + 1)
     if end > storage.nbytes:
         raise FormatError(

@@ -102,7 +102,7 @@ def storages(root: Any) -> list[StorageRef]:
         if isinstance(value, StorageRef):
             found.setdefault(value)
             continue
-        if id(value) in seen:
+        if value is None or isinstance(value, (str, int, float)) or id(value) in seen:
             continue
         seen.add(id(value))
         parts = _parts(value)
@@ -275,6 +275,8 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, Stub):
         return [value.args, value.kwargs, value.state, *(part for pair in value.entries for part in pair), *value.items]
+    if isinstance(value, TensorRef):
+        return [value.storage] if value.attributes is None else [value.storage, value.attributes]
     if isinstance(value, TENSOR_RECORDS):
         return [getattr(value, name) for name in value.__dataclass_fields__]
     return []

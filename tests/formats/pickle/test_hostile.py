@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.dtypes import DTYPES
-from ckpt_tool.errors import CkptError, FormatError, UnsafePickle
+from ckpt_tool.errors import CkptError, FormatError, UnsafePickle, UsageError
 from ckpt_tool.formats._pickle.load import load_pickle, load_prefix
 from ckpt_tool.formats._pickle.nodes import Fields, Global, OrderedMap, Size, Stub
 from ckpt_tool.formats._pickle.policy import refusal
@@ -293,6 +293,8 @@ def test_caller_classes_stand_for_torchs_own_only() -> None:
     body = b"(" + torch_own + b")\x81}" + _unicode("sizes") + b"K\x01sb" + others + b")\x81t"
     ours, theirs = load_pickle(b"\x80\x04" + body + b".", where="m", classes={"ChunkStorageMetadata": Fields})
     assert (type(ours), ours[0], type(theirs.cls)) == (Fields, {"sizes": 1}, Global)
+    with pytest.raises(UsageError, match="has no __setstate__"):
+        load_pickle(b"\x80\x04N.", where="m", classes={"ChunkStorageMetadata": _Calls})
 
 
 def test_the_scan_agrees_with_pickle_on_every_protocol() -> None:
