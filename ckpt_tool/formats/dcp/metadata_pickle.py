@@ -90,19 +90,19 @@ def metadata_pickle(
 
 
 class _Pickle:
-    """A pickle in the making: its pieces, and the numbers under which values in it are remembered."""
+    """A pickle in the making: its bytes, and the numbers under which values in it are remembered."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = [b"\x80\x04"]
+        self._bytes = bytearray(b"\x80\x04")
         self._known: dict[object, bytes] = {}
 
     def add(self, *pieces: bytes) -> None:
         """Append pieces."""
-        self._parts += pieces
+        self._bytes += b"".join(pieces)
 
     def finished(self) -> bytes:
         """The whole pickle."""
-        return b"".join(self._parts)
+        return bytes(self._bytes)
 
     def known(self, key: object) -> bytes | None:
         """The piece that pushes what was remembered as ``key``."""
@@ -112,7 +112,7 @@ class _Pickle:
         """Remember the value on top of the stack as ``key``."""
         number = len(self._known)
         self._known[key] = b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
-        self._parts.append(_MEMOIZE)
+        self._bytes += _MEMOIZE
 
     def text(self, value: str) -> bytes:
         """The piece that pushes a string; on its first use the string is put into the pickle, and off the stack."""

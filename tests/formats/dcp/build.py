@@ -23,7 +23,7 @@ NO_GAP = ReadCost(max_gap_bytes=-1, max_read_bytes=1 << 20, concurrency=1)
 
 def record(name: str, state: Any, module: str = METADATA) -> Stub:
     """An object of torch's class ``name`` in that state."""
-    made = Stub.__new__(Global(module, name))
+    made = Stub.__new__(Global(module, name))  # type: ignore[arg-type]  # its metaclass
     made.state = state
     return made
 

@@ -33,10 +33,10 @@ def deep_tuple() -> Any:
 
 
 CASES: list[tuple[str, Callable[[Checkpoint], None], str]] = [
-    ("outside", lambda c: c.change(2, offsets=Size((5, 0))), r"w: chunk at \[5, 0\] of sizes \[2, 3\] does not lie inside"),
+    ("outside", lambda c: c.change(2, offsets=Size((5, 0))), r"w: chunk at \[5, 0\] of sizes \[2, 3\] does not lie"),
     ("negative", lambda c: c.change(1, offsets=Size((-2, 0))), r"w: chunk at \[-2, 0\]"),
     ("negative size", lambda c: c.change(1, sizes=Size((-2, 3))), r"w: chunk at \[2, 0\] of sizes \[-2, 3\]"),
-    ("dimensions", lambda c: c.change(1, offsets=Size((2,))), r"w: chunk with offsets or sizes \[2\], expected 2 of each"),
+    ("dimensions", lambda c: c.change(1, offsets=Size((2,))), r"w: chunk with offsets or sizes \[2\], expected 2"),
     ("float", lambda c: c.change(1, offsets=(2.0, 0)), "offsets or sizes of a chunk of 'w' are no whole numbers"),
     ("nested", lambda c: c.change(1, offsets=(deep_tuple(), 0)), "offsets or sizes of a chunk of 'w'"),
     ("huge", lambda c: c.change(1, offsets=(1 << 70, 0)), "beyond 64 bits"),
@@ -111,7 +111,7 @@ def test_a_pickle_of_something_else() -> None:
     assert foreign_root(row_cut().metadata()[:256]) is None
     assert foreign_root(pickle.dumps({"a": 1})) == "a pickle of something else"
     assert foreign_root(b"\x80\x04\x8c\x08my.codex\x94\x8c\x08Metadata\x94\x93") == "a pickle of my.codex.Metadata"
-    with pytest.raises(FormatError, match="expected a torch.distributed.checkpoint.metadata.Metadata"):
+    with pytest.raises(FormatError, match=r"expected a torch\.distributed\.checkpoint\.metadata\.Metadata"):
         load_metadata(pickle.dumps({"a": 1}), ".metadata")
 
 

@@ -178,7 +178,7 @@ def test_garbage() -> None:
     """Bytes that are no item are refused with their place."""
     checkpoint = row_cut()
     checkpoint.content["__1_0.distcp"] = bytearray(checkpoint.items[1].length)
-    with pytest.raises(FormatError, match="__1_0.distcp:0: expected a torch.save zip or a safetensors blob"):
+    with pytest.raises(FormatError, match=r"__1_0\.distcp:0: expected a torch.save zip or a safetensors blob"):
         resolved(source(checkpoint.files()))
 
 
@@ -196,7 +196,7 @@ def test_cut_and_missing_files() -> None:
     assert (finding.kind, str(finding.where)) == ("cut-file", f"__1_0.distcp:{nbytes - 100}+100")
     del files["__2_0.distcp"]
     gone = source(files)
-    with pytest.raises(NotFound, match="__2_0.distcp: the file is missing; it holds a chunk of 'w'"):
+    with pytest.raises(NotFound, match=r"__2_0\.distcp: the file is missing; it holds a chunk of 'w'"):
         resolved(gone)
     (finding,) = READER.check(gone, READER.read(gone))
     assert (finding.kind, finding.message) == ("missing-file", "the file is missing; it holds parts of 1 entries: w")
