@@ -156,7 +156,7 @@ class _Draft:
         members = list(dict.fromkeys([*(key for group in groups for key in group.params), *state_keys]))
         names: dict[int, str] = {}
         if is_numbered:
-            names, why = _names_of(manifest, {key: self.state.get(key, {}) for key in members})
+            names, why = _names_of(manifest, {key: self.state.get(key, {}) for key in members}, groups)
             evidence.append(why)
         return OptimizerView(
             prefix=".".join(str(part) for part in self.prefix),
@@ -283,7 +283,9 @@ def _merged_groups(by_parameter: Mapping[ParameterKey, Mapping[str, tuple[bool, 
     )
 
 
-def _names_of(manifest: Manifest, state: Mapping[ParameterKey, Mapping[str, str]]) -> tuple[dict[int, str], str]:
+def _names_of(
+    manifest: Manifest, state: Mapping[ParameterKey, Mapping[str, str]], groups: Sequence[ParameterGroup]
+) -> tuple[dict[int, str], str]:
     """Names of numbered parameters, and why (not)."""
     recorded = manifest.info.get("optimizer_parameters")
     if isinstance(recorded, Mapping):
@@ -294,16 +296,43 @@ def _names_of(manifest: Manifest, state: Mapping[ParameterKey, Mapping[str, str]
         rows = [index[fqn] for name, fqn in states.items() if name != "step" and fqn in index]
         if isinstance(key, int):
             numbered.append((key, manifest.tensors.shape_of(rows[0]) if rows else None))
-    replicated = frozenset(manifest.info.get("replicated_by_assumption", ()))
-    model = [
-        (meta.fqn, meta.shape)
-        for meta in manifest.tensors
-        if meta.section == "model" and meta.dtype.kind == "float" and meta.fqn not in replicated
-    ]
+    model = list(_candidates(manifest))
     matched = match_parameters(model, numbered)
     if matched is None:  # parameters without state may be in the way: they fit anything
         matched = match_parameters(model, [entry for entry in numbered if entry[1] is not None])
+    if matched is None:
+        matched = _match_groups(model, dict(numbered), groups)
     counts = f"{len(numbered):,} numbers with {len(model):,} model tensors"
     if matched is None:
         return {}, f"order and shape do not match {counts} in exactly one way, so numbers stay"
     return matched, f"order and shape match {counts} in exactly one way, {len(matched):,} numbers have a name"
+
+
+def _match_groups(
+    model: Sequence[tuple[str, tuple[int, ...]]],
+    shapes: Mapping[int, tuple[int, ...] | None],
+    groups: Sequence[ParameterGroup],
+) -> dict[int, str] | None:
+    """Names found group by group: with weight decay apart, numbers follow the model's order only within a group."""
+    matched: dict[int, str] = {}
+    for group in groups:
+        names = match_parameters(model, [(key, shapes[key]) for key in group.params if isinstance(key, int)])
+        if names is None:
+            return None
+        matched.update(names)
+    is_complete = bool(matched) and len(set(matched.values())) == len(matched) == len(shapes)
+    return matched if is_complete else None
+
+
+def _candidates(manifest: Manifest) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Model tensors that may be parameters, in order: no integers, no replicas by assumption, tied ones once."""
+    replicated = frozenset(manifest.info.get("replicated_by_assumption", ()))
+    chunks = manifest.chunks
+    seen: set[tuple[int, int, int]] = set()
+    for row, meta in enumerate(manifest.tensors):
+        if meta.section != "model" or meta.dtype.kind not in ("float", "complex") or meta.fqn in replicated:
+            continue
+        places = {(int(chunks.file[c]), int(chunks.offset[c]), int(chunks.length[c])) for c in chunks.rows_of(row)}
+        if not places or not places <= seen:
+            yield meta.fqn, meta.shape
+        seen |= places

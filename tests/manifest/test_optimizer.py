@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckpt_tool.dtypes import dtype
@@ -222,3 +223,34 @@ def test_two_optimizers_are_two_views() -> None:
 def test_match_is_refused_when_a_parameter_is_missing() -> None:
     """More numbers than fitting tensors is no reading at all."""
     assert match_parameters([("a", (2,))], [(0, (2,)), (1, (2,))]) is None
+
+
+def test_a_tied_weight_is_one_parameter() -> None:
+    """Two model names of the same bytes are one parameter: the optimizer numbers it once, by its first name."""
+    tensors: list[tuple[KeyPath, tuple[int, ...]]] = [
+        (("model", "embed"), (5, 3)),
+        (("model", "mid"), (3,)),
+        (("model", "head"), (5, 3)),
+        (("optim", "state", 0, "exp_avg"), (5, 3)),
+        (("optim", "state", 1, "exp_avg"), (3,)),
+    ]
+    chunks = ChunkTable.from_columns(
+        tensor=[0, 1, 2], offsets=[[0, 0]] * 3, sizes=[[5, 3], [3, 1], [5, 3]], file=[0] * 3, offset=[0, 60, 0],
+        length=[60, 12, 60],
+    )  # fmt: skip
+    untied = manifest_of(tensors, group_blobs([(FIRST, [0, 1])]))
+    assert only_view(untied).names == {0: "model.embed", 1: "model.mid"}
+    swapped = manifest_of([tensors[0], tensors[2], tensors[1], *tensors[3:]], group_blobs([(FIRST, [0, 1])]))
+    assert only_view(swapped).names == {}
+    columns = chunks.take([0, 2, 1]).replace(tensor=np.arange(3, dtype=np.int32))
+    assert only_view(swapped.replace(chunks=columns)).names == {0: "model.embed", 1: "model.mid"}
+
+
+def test_numbers_in_the_order_of_groups() -> None:
+    """With weight decay for matrices only, numbers run through the groups, each in the model's order."""
+    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (4, 2), "b.bias": (4,)}
+    order = ("a.weight", "b.weight", "a.bias", "b.bias")
+    tensors: list[tuple[KeyPath, tuple[int, ...]]] = [(("model", fqn), shape) for fqn, shape in shapes.items()]
+    tensors += [(("optim", "state", number, "exp_avg"), shapes[fqn]) for number, fqn in enumerate(order)]
+    view = only_view(manifest_of(tensors, group_blobs([(FIRST, [0, 1]), (SECOND, [2, 3])])))
+    assert view.names == {number: "model." + fqn for number, fqn in enumerate(order)}

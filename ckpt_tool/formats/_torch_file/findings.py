@@ -38,12 +38,17 @@ def shared_bytes_findings(manifest: Manifest) -> Iterator[Finding]:
     chunks = manifest.chunks
     if not len(chunks):
         return
-    order = np.lexsort((chunks.length, chunks.offset, chunks.file))
+    shape_key = chunks.sizes if chunks.strides is None else np.concatenate([chunks.sizes, chunks.strides], axis=1)
+    order = np.lexsort((*shape_key.T, chunks.flags, chunks.length, chunks.offset, chunks.file))
     file, offset = chunks.file[order], chunks.offset[order]
     end = offset + chunks.length[order]
     reach = np.maximum.accumulate(np.where(np.diff(file, prepend=file[0]) != 0, 0, end))
     names = manifest.tensors.fqns
     is_same = (file[1:] == file[:-1]) & (offset[1:] == offset[:-1]) & (end[1:] == end[:-1])
+    is_same &= chunks.flags[order][1:] == chunks.flags[order][:-1]
+    for column in (chunks.sizes, chunks.strides):
+        if column is not None:
+            is_same &= (column[order][1:] == column[order][:-1]).all(axis=1)
     is_over = (file[1:] == file[:-1]) & (offset[1:] < reach[:-1]) & ~is_same
     for kind, mask, what in (
         ("tied-tensors", is_same, "have the same bytes in the file"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, NotFound
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_file, zip_directory
 from ckpt_tool.formats._torch_file.assemble import assemble
@@ -25,6 +25,8 @@ from ckpt_tool.manifest.tables import ChunkTable, IntArray
 __all__ = ["READER", "TorchSaveReader"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+_MODEL_NAME = "pytorch_model.bin"
+_OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json")
 _MAX_PROBED = 8
 
 
@@ -43,10 +45,12 @@ class TorchSaveReader:
         entry = source.listing.entry
         if entry is not None:
             return self._probe_file(source, entry)
-        top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
-        likely = [path for path in top if path.endswith(_SUFFIXES)] or top
+        likely = _candidates(source)
         if not likely or len(likely) > _MAX_PROBED:
             return Probe(0.0, f"{len(likely):,} files that could be torch.save's; it takes one, name it")
+        others = next((path for path in source.listing.paths if path.endswith(_OTHER_FORMATS)), None)
+        if others is not None:
+            return Probe(0.2, f"{others} says that this is another format")
         if len(likely) > 1 and any(len(found.files) > 1 for found in find_sets(likely)):
             return Probe(0.2, "several files that differ in a rank number")
         found = [path for path in likely if _is_torch_file(source, path)]
@@ -68,19 +72,12 @@ class TorchSaveReader:
 
     def read(self, source: Source) -> Manifest:
         """See the class for its cost."""
-        path = self._path(source)
+        path = _chosen(source)
         file = open_torch_file(source, path)
         entries = entries_of(file.root)
         found = assemble([part_of(file, entries, None)], section_by_root([file.root]))
         info = {"container": file.kind}
         return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
-
-    def _path(self, source: Source) -> str:
-        if source.listing.entry is not None:
-            return source.listing.entry
-        top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
-        likely = [path for path in top if path.endswith(_SUFFIXES)] or top
-        return next((path for path in likely if _is_torch_file(source, path)), likely[0] if likely else "")
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         """See the class for its cost."""
@@ -99,6 +96,28 @@ class TorchSaveReader:
         """Missing checksums, and tensors that share bytes; one request for the directory."""
         yield from archive_findings(source, manifest)
         yield from shared_bytes_findings(manifest)
+
+
+def _candidates(source: Source) -> list[str]:
+    """Files at the top that may be torch.save's; one called as Hugging Face's is the model, what lies beside it not."""
+    if _MODEL_NAME in source.listing:
+        return [_MODEL_NAME]
+    top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
+    return [path for path in top if path.endswith(_SUFFIXES)] or top
+
+
+def _chosen(source: Source) -> str:
+    """The file to read.
+
+    Raises:
+        NotFound: there is none.
+    """
+    if source.listing.entry is not None:
+        return source.listing.entry
+    likely = _candidates(source)
+    if not likely:
+        raise NotFound("no torch.save file", where=source.listing.url)
+    return next((path for path in likely if _is_torch_file(source, path)), likely[0])
 
 
 def _is_torch_file(source: Source, path: str) -> bool:

@@ -303,8 +303,11 @@ def test_a_pickle_that_runs_code_is_refused() -> None:
         ({"model_rank_0.pt": saved(1), "model_rank_1.pt": saved(2)}, 0.2),
         ({"a.pt": b"PK\x03\x04 no zip"}, 0.0),
         ({"a.pt": b""}, 0.0),
+        ({"pytorch_model.bin": saved(1), "training_args.bin": saved(2)}, 0.7),
+        ({"a.pt": saved(1), "model.safetensors": b""}, 0.2),
+        ({}, 0.0),
     ],
-    ids=["tar-suffix", "no-suffix", "two", "ranks", "broken", "empty"],
+    ids=["tar-suffix", "no-suffix", "two", "ranks", "broken", "empty", "hf", "safetensors", "nothing"],
 )
 def test_files_are_known_by_content(files: dict[str, bytes], confidence: float) -> None:
     """Names do not matter, bytes do."""
