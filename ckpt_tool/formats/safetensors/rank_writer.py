@@ -64,8 +64,8 @@ class RankFilesWriter:
             entries.append(FileEntry(path, header.data_start + header.payload_nbytes))
             for row, entry in zip(rows, header.entries, strict=False):  # empty tensors without a row come last
                 offset[row], length[row] = header.data_start + entry.start, entry.nbytes
-        # What the source lacks is no property of the target.
-        info = {key: value for key, value in request.info.items() if key != "missing_files"}
+        # What the source lacks is no property of the target, and the world is that of the target.
+        info = {key: value for key, value in request.info.items() if key not in {"missing_files", "world_size"}}
         blobs, blob_segments = _lay_out_blobs(request)
         segments += blob_segments
         entries += [FileEntry(s.path, len(s.data)) for s in blob_segments]
@@ -111,10 +111,11 @@ def _check(request: WriteRequest) -> None:
 
 
 def _rows_by_rank(request: WriteRequest) -> list[IntArray]:
-    """Rows of the boxes of each rank, in the order of their bytes in its file: wide elements first, else as given."""
+    """Rows of the boxes of each rank as its file has them: wide elements first, empty boxes last, else as given."""
     boxes = request.boxes
     bits = request.tensors.bits[boxes.tensor]
-    order = np.lexsort((np.arange(len(boxes)), -bits, boxes.rank))
+    is_empty = (boxes.sizes == 0).any(axis=1)
+    order = np.lexsort((np.arange(len(boxes)), -bits, is_empty, boxes.rank))
     starts = np.searchsorted(boxes.rank[order], np.arange(request.world_size + 1))
     return [order[starts[r] : starts[r + 1]].astype(np.int64) for r in range(request.world_size)]
 

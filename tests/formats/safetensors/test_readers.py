@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckpt_tool.formats.safetensors import dcp_hf, index_file, single
-from tests.formats.conformance import FIXTURES, Case, ReaderTests, assemble, truth_of
-from tests.formats.safetensors.places import file_bytes, model_bytes, opened, source_and_store
+from ckpt_tool.formats.base import BoxTable, WriteRequest
+from ckpt_tool.formats.safetensors import dcp_hf, index_file, rank_files, rank_writer, single
+from tests.formats.conformance import FIXTURES, Case, ReaderTests, assemble, chunk_bytes, truth_of
+from tests.formats.safetensors.places import file_bytes, model_bytes, opened, source_and_store, written
 
 TORCH, DEEPSPEED = FIXTURES / "torch", FIXTURES / "deepspeed"
 
@@ -84,6 +85,37 @@ class TestDcpHf(ReaderTests):
         _case("hf_dcp_sharded", "torch/hf_dcp_sharded", 4),
         _case("sharded", "torch/hf_dcp_consolidated", 8, below="ckpt/sharded"),
     )
+
+
+class TestRankFiles(ReaderTests):
+    """Rank files of version 1, as they were written first: three ranks, one of which lacks a tensor, and an object."""
+
+    reader = rank_files.READER
+    reader_import = "ckpt_tool.formats.safetensors.rank_files:READER"
+    cases = (_case("rank_files_v1", "ckpt/rank_files_v1", 4),)
+
+
+def test_rank_files_of_version_1_are_frozen() -> None:
+    """Laid out again from its own manifest, the first checkpoint of the format comes out byte for byte."""
+    location = FIXTURES / "ckpt/rank_files_v1/ckpt"
+    with opened(location) as source:
+        manifest = rank_files.READER.read(source)
+        blobs = rank_files.READER.load_blobs(source, manifest, range(len(manifest.blobs)))
+        payloads = [chunk_bytes(source.store, manifest, manifest.chunks, row) for row in range(len(manifest.chunks))]
+    chunks = manifest.chunks
+    asked = WriteRequest(
+        tensors=manifest.tensors,
+        boxes=BoxTable(chunks.tensor, chunks.offsets, chunks.sizes, chunks.rank),
+        world_size=3,
+        blobs=blobs,
+        mesh_axes=manifest.mesh.axes if manifest.mesh else (),
+        mesh_sizes=manifest.mesh.sizes if manifest.mesh else (),
+        info=manifest.info,
+    )
+    expected = {p.relative_to(location).as_posix(): p.read_bytes() for p in location.rglob("*") if p.is_file()}
+    actual = written(rank_writer.WRITER.lay_out(asked), payloads)
+    assert sorted(actual) == sorted(expected)
+    assert actual == expected
 
 
 def test_torch_consolidation_loses_scalars() -> None:
