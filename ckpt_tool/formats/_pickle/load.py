@@ -49,6 +49,8 @@ _DAMAGE = (
 _STACK_BYTES_PER_LEVEL = 128
 _MAX_INLINE_TUPLES = 20_000
 _MAX_STACK_BYTES = 4 << 30
+_SPARE_STACK_BYTES = 16 << 20
+_PAGE_BYTES = 1 << 16
 _stack_size_lock = threading.Lock()
 
 
@@ -191,14 +193,29 @@ def _on_deep_stack(load: Callable[[], Any], data: bytes) -> Any:
         except BaseException as error:  # noqa: BLE001 raised again by the caller's thread
             failure.append(error)
 
-    with _stack_size_lock:
-        before = threading.stack_size(min(_STACK_BYTES_PER_LEVEL * n_tuples + (16 << 20), _MAX_STACK_BYTES))
-        try:
-            worker = threading.Thread(target=run, name="unpickle")
-            worker.start()
-        finally:
-            threading.stack_size(before)
+    wanted = _STACK_BYTES_PER_LEVEL * n_tuples + _SPARE_STACK_BYTES
+    worker = _started(run, min(-(-wanted // _PAGE_BYTES) * _PAGE_BYTES, _MAX_STACK_BYTES))
     worker.join()
     if failure:
         raise failure[0]
     return outcome[0]
+
+
+def _started(run: Callable[[], None], stack_bytes: int) -> threading.Thread:
+    """A running thread with a stack of ``stack_bytes``, or of less where the system does not give so much."""
+    with _stack_size_lock:
+        before = threading.stack_size()
+        try:
+            while True:
+                threading.stack_size(stack_bytes)
+                worker = threading.Thread(target=run, name="unpickle", daemon=True)
+                try:
+                    worker.start()
+                except RuntimeError:
+                    if stack_bytes <= _SPARE_STACK_BYTES:
+                        raise
+                    stack_bytes = max(stack_bytes // 4 // _PAGE_BYTES * _PAGE_BYTES, _SPARE_STACK_BYTES)
+                else:
+                    return worker
+        finally:
+            threading.stack_size(before)

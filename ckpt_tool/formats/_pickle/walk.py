@@ -16,6 +16,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.nodes import Fields, Global, Stub
 from ckpt_tool.formats._pickle.numpy_values import NumpyDType
+from ckpt_tool.formats._pickle.readable import readable
 from ckpt_tool.formats._pickle.tensors import (
     TENSOR_RECORDS,
     InlineTensorRef,
@@ -182,6 +183,9 @@ def _atom(value: Any) -> Any:
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return _NO_ATOM
     if isinstance(value, Stub):
+        usual = readable(value)
+        if usual is not None:
+            return usual
         bare = not (value.args or value.kwargs or value.state or value.entries or value.items)
         return repr(value) if bare or _is_short(value) else _NO_ATOM
     return _text(value)

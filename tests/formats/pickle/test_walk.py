@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
+import fractions
 import json
+import pickle
+import uuid
 from typing import Any
 
 import numpy as np
@@ -10,6 +15,7 @@ import pytest
 
 from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.nodes import Fields, Global, OrderedMap, Size
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats._pickle.walk import leaves, plain, storages, tensor_leaves, value_leaves
@@ -104,6 +110,36 @@ def test_a_preview_is_cut_and_says_so() -> None:
     assert plain({1: 1, 2: 2}, max_items=1) == {"1": 1, "...": "1 more"}
     assert plain(loop) == {"me": "<itself>"}
     assert plain("x" * 3_000) == "x" * 2_000 + "... 1,000 more"
+
+
+_MOMENT = dt.datetime(2026, 11, 30, 4, 46, 7, 890, tzinfo=None)  # noqa: DTZ001 pickled without a zone
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (_MOMENT, "2026-11-30 04:46:07.000890"),
+        (_MOMENT.date(), "2026-11-30"),
+        (_MOMENT.time(), "04:46:07.000890"),
+        (dt.timedelta(days=-1, seconds=5), "-1 day, 0:00:05"),
+        (uuid.UUID(int=7), "00000000-0000-0000-0000-000000000007"),
+        (decimal.Decimal("1.50"), "1.50"),
+        (fractions.Fraction(1, 3), "1/3"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_dates_numbers_and_identifiers_are_shown_as_usual(value: Any, text: str, protocol: int) -> None:
+    """They stay inert, but a preview shows what Python would."""
+    assert plain(load_pickle(pickle.dumps([value], protocol=protocol), where="x")) == [text]
+
+
+def test_values_that_only_look_well_known_are_shown_as_objects() -> None:
+    """Wrong parts of a date or a number give the stub's own text."""
+    for cls, args in (("datetime", (b"\xff" * 10,)), ("datetime", (1,)), ("timedelta", (1 << 80, 0, 0)), ("date", ())):
+        made = Global("datetime", cls)(*args)
+        assert "datetime" in json.dumps(plain(made))
+    assert "Fraction" in json.dumps(plain(Global("fractions", "Fraction")("9" * 101)))
 
 
 @pytest.mark.parametrize("name", ["train_namespace.pt", "extra_zip.pt", "whole_module.pt", "odd_zip.pt"])
