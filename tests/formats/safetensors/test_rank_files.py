@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,74 +12,17 @@ from safetensors.numpy import load as load_library
 
 from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.errors import CkptError, FormatError, LayoutError, NotFound, Unsupported, UsageError
-from ckpt_tool.formats._pickle.dump import dump_pickle
-from ckpt_tool.formats._pickle.nodes import Global, OrderedMap
-from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
-from ckpt_tool.formats.base import Source, WriteRequest, WriterOptions
-from ckpt_tool.formats.safetensors import index_file, rank_files, single
-from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE
+from ckpt_tool.formats.base import Source, WriterOptions
+from ckpt_tool.formats.safetensors import index_file, single
+from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE
 from ckpt_tool.formats.safetensors.rank_writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, MeshInfo
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.store import Listing
-from tests.formats.conformance import assemble
-from tests.formats.safetensors.places import meta, model_bytes, request, source_and_store, written
+from tests.formats.safetensors.places import meta, model_bytes, request, source_and_store
+from tests.formats.safetensors.ranks import BOXES, METAS, READER, full_request, read_all, saved
 from tests.strategies import partitions, shapes
-
-READER = rank_files.READER
-METAS = [
-    meta("w", "float32", (4, 3)),
-    meta("opt.w.exp_avg", "float32", (4, 3), section="optimizer", path=("opt", 0, "w", "exp_avg")),
-    meta("z", "complex128", (2,)),
-    meta("flag", "bool", (3,), section="other"),
-    meta("empty", "bfloat16", (0, 5)),
-    meta("scalar", "int64", ()),
-    meta("fp4", "float4_e2m1fn_x2", (2, 2)),
-]
-BOXES = [
-    ("w", Box((0, 0), (2, 3)), 0),
-    ("flag", Box((0,), (3,)), 0),
-    ("w", Box((2, 0), (1, 3)), 1),
-    ("w", Box((3, 0), (1, 3)), 1),
-    ("opt.w.exp_avg", Box((0, 0), (4, 1)), 1),
-    ("opt.w.exp_avg", Box((0, 1), (4, 2)), 0),
-    ("z", Box((0,), (2,)), 3),
-    ("flag", Box((0,), (3,)), 3),
-    ("scalar", Box((), ()), 0),
-    ("fp4", Box((1, 0), (1, 2)), 1),
-    ("fp4", Box((0, 0), (1, 2)), 0),
-]
-
-
-def payloads_of(asked: WriteRequest) -> tuple[list[bytes], dict[str, bytes]]:
-    """Bytes of each box, and of each whole tensor, of random content."""
-    random = np.random.default_rng(7)
-    whole = {m.fqn: random.integers(0, 256, (*m.shape, m.dtype.itemsize), dtype=np.uint8) for m in asked.tensors}
-    found = []
-    for row in range(len(asked.boxes)):
-        m = asked.tensors.record(int(asked.boxes.tensor[row]))
-        ndim = len(m.shape)
-        box = Box(tuple(asked.boxes.offsets[row, :ndim].tolist()), tuple(asked.boxes.sizes[row, :ndim].tolist()))
-        found.append(whole[m.fqn][box.slices].tobytes())
-    return found, {fqn: array.tobytes() for fqn, array in whole.items()}
-
-
-def saved(asked: WriteRequest) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """``(files, whole tensors)`` of a request."""
-    payloads, whole = payloads_of(asked)
-    return written(WRITER.lay_out(asked), payloads), whole
-
-
-def read_all(source: Source) -> dict[str, bytes]:
-    """Whole tensors by our reader."""
-    manifest = READER.read(source)
-    return {m.fqn: assemble(source.store, manifest, manifest.chunks, m.fqn).data for m in manifest.tensors}
-
-
-def full_request(**fields: Any) -> WriteRequest:
-    """Four ranks, one of which stores nothing, and every odd type."""
-    return request(METAS, BOXES, 4, mesh_axes=("dp", "tp"), mesh_sizes=(2, 2), info={"step": 3}, **fields)
 
 
 def test_everything_comes_back() -> None:
@@ -149,86 +87,6 @@ def test_any_partition_comes_back(data: st.DataObject) -> None:
         boxes += [(f"t{i}", b, data.draw(st.integers(0, world - 1))) for b in found]
     files, whole = saved(request(metas, boxes, world))
     assert read_all(source_and_store(files)[0]) == whole
-
-
-OBJECTS: Mapping[str, Any] = {
-    "step": 3,
-    "none": None,
-    "betas": (0.9, 0.95),
-    "nan": float("inf"),
-    "by_int": {0: "a", "b": [1, b"\0\xff"]},
-    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
-    "name": "\ud800 é",
-}
-
-
-def test_objects_come_back_with_their_types() -> None:
-    """Plain values lie in one JSON file, a line each; tuples, bytes and integer keys survive."""
-    blobs = tuple(
-        Blob(name, "value", None, value, ("extra", i), i % 2, is_loaded=True)
-        for i, (name, value) in enumerate(OBJECTS.items())
-    )
-    files, _ = saved(full_request(blobs=blobs))
-    source, _ = source_and_store(files)
-    manifest = READER.read(source)
-    assert all(not b.is_loaded for b in manifest.blobs)
-    loaded = READER.load_blobs(source, manifest, range(len(blobs)))
-    assert [(b.fqn, b.path, b.rank) for b in loaded] == [(b.fqn, b.path, b.rank) for b in blobs]
-    for blob in loaded:
-        expected = OBJECTS[blob.fqn]
-        if isinstance(expected, np.ndarray):
-            assert (blob.value.dtype, blob.value.tolist()) == (expected.dtype, expected.tolist())
-        else:
-            assert (type(blob.value), blob.value) == (type(expected), expected)
-    assert len(json.loads(files[OBJECTS_FILE])) == len(OBJECTS)
-    assert not READER.load_blobs(source, manifest, [0])[1].is_loaded
-
-
-def test_foreign_objects_are_kept_as_pickles() -> None:
-    """An inert record of a foreign class goes back to the pickle that it was; original bytes stay as they are."""
-    record = OrderedMap()
-    record["lr"] = Global("torch.optim", "Scheduler").stub(1)
-    raw = dump_pickle({"seed": 5})
-    blobs = (
-        Blob("sched", "value", None, record, is_loaded=True),
-        Blob("rng", "pickle", None, None),
-        Blob("opaque", "bytes", None, None),
-    )
-    files, _ = saved(full_request(blobs=blobs, blob_bytes={"rng": raw, "opaque": b"\1\2"}))
-    source, _ = source_and_store(files)
-    loaded = READER.load_blobs(source, READER.read(source), [0, 1, 2])
-    assert (type(loaded[0].value), list(loaded[0].value)) == (OrderedMap, ["lr"])
-    assert repr(loaded[0].value["lr"].cls) == repr(record["lr"].cls)
-    assert [b.value for b in loaded[1:]] == [{"seed": 5}, b"\1\2"]
-    assert files["objects/00001.pkl"] == raw
-
-
-def test_torch_s_own_bytes_are_kept_and_read() -> None:
-    """An object that torch.save wrote stays that file, and is read without torch."""
-    import torch
-
-    out = io.BytesIO()
-    torch.save({"epoch": 7}, out)
-    blob = Blob("train", "torch_save", None)
-    files, _ = saved(full_request(blobs=(blob,), blob_bytes={"train": out.getvalue()}))
-    source, _ = source_and_store(files)
-    [loaded] = READER.load_blobs(source, READER.read(source), [0])
-    assert (loaded.kind, dict(loaded.value)) == ("torch_save", {"epoch": 7})
-    assert files["objects/00000.pt"] == out.getvalue()
-
-
-def test_an_object_without_value_or_bytes_is_refused() -> None:
-    """It would be lost."""
-    with pytest.raises(Unsupported, match="object 'x' was not loaded"):
-        saved(full_request(blobs=(Blob("x", "pickle", None),)))
-
-
-def test_an_object_with_tensors_inside_needs_its_bytes() -> None:
-    """A pickle made anew has no place for what the tensors hold; nothing is dropped silently."""
-    storage = StorageRef(DTYPES["uint8"], "0", "cpu", 3)
-    value = {"state": TensorRef(storage, 0, (3,), (1,), DTYPES["uint8"])}
-    with pytest.raises(Unsupported, match="object 'rng' has 1 tensors inside, and its original bytes were not given"):
-        saved(full_request(blobs=(Blob("rng", "value", None, value, is_loaded=True),)))
 
 
 def test_what_the_source_lacks_is_not_said_of_the_target() -> None:
@@ -394,44 +252,6 @@ def test_a_layout_without_any_rank() -> None:
     files, _ = saved(full_request())
     with pytest.raises(NotFound, match="none of the 4 rank files is here"):
         READER.read(source_and_store({LAYOUT_FILE: files[LAYOUT_FILE]})[0])
-
-
-def test_objects_that_are_lost_or_cut() -> None:
-    """A lost file of objects is reported and leaves the tensors; a cut one is an error."""
-    blobs = (Blob("step", "value", None, 3, is_loaded=True), Blob("raw", "bytes", None))
-    files, whole = saved(full_request(blobs=blobs, blob_bytes={"raw": b"12345"}))
-    lost, _ = source_and_store({p: d for p, d in files.items() if p != OBJECTS_FILE})
-    assert [b.fqn for b in READER.read(lost).blobs] == ["raw"]
-    assert read_all(lost) == whole
-    assert READER.read(lost).info["missing_files"] == [OBJECTS_FILE]
-    cut, _ = source_and_store({**files, "objects/00000.bin": b"1234"})
-    with pytest.raises(FormatError, match="object 'raw' ends at byte 5, the file has 4"):
-        READER.read(cut)
-
-
-def test_an_object_loaded_before_is_left_alone() -> None:
-    """And a zip that torch did not write is an error."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("a/readme", b"x")
-    files, _ = saved(full_request(blobs=(Blob("z", "torch_save", None),), blob_bytes={"z": out.getvalue()}))
-    source, _ = source_and_store(files)
-    manifest = READER.read(source)
-    with pytest.raises(FormatError, match=r"object 'z' is a zip without data.pkl"):
-        READER.load_blobs(source, manifest, [0])
-    known = manifest.replace(blobs=(replace(manifest.blobs[0], value=1, is_loaded=True),))
-    assert READER.load_blobs(source, known, [0]) == known.blobs
-
-
-@pytest.mark.parametrize("path", ["x", [1.5], None])
-def test_key_paths_are_lists_of_names_and_numbers(path: Any) -> None:
-    """In the layout of objects and in the boxes of tensors alike."""
-    files, _ = saved(full_request(blobs=(Blob("step", "value", None, 3, is_loaded=True),)))
-    content = json.loads(files[LAYOUT_FILE])
-    content["objects"][0]["path"] = path
-    files[LAYOUT_FILE] = json.dumps(content).encode()
-    with pytest.raises(FormatError, match="expected a list of keys"):
-        READER.read(source_and_store(files)[0])
 
 
 def test_a_plain_safetensors_file_is_no_rank_file() -> None:
