@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global, Size
@@ -19,7 +21,7 @@ from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable
 from ckpt_tool.storage.recording import RecordingStore
 from ckpt_tool.storage.store import ReadCost
 from tests.formats.conformance import all_rows, assemble
-from tests.formats.dcp.build import NO_GAP, Checkpoint, row_cut, saved, source
+from tests.formats.dcp.build import NO_GAP, Checkpoint, Item, row_cut, saved, source
 
 WIDE_GAP = ReadCost(max_gap_bytes=1 << 20, max_read_bytes=1 << 20, concurrency=1)
 
@@ -172,6 +174,34 @@ def test_something_that_is_no_tensor() -> None:
     checkpoint.content["__1_0.distcp"] = bytearray(saved({"a": 1}).ljust(checkpoint.items[1].length, b"\0"))
     with pytest.raises(CkptError):
         resolved(source(checkpoint.files()))
+
+
+def blob_checkpoint(*, twice: bool) -> Checkpoint:
+    """A file that ends in a safetensors blob, as ``SerializationFormat.SAFETENSORS`` writes it."""
+    first, second = torch.arange(6.0).reshape(2, 3), torch.arange(6.0, 9.0).reshape(1, 3)
+    checkpoint = Checkpoint(shapes={"w": Size((3, 3))}, dtypes={"w": Global("torch", "float32")})
+    sharding = {"w": {"saved_offsets": [2, 0] if twice else [0, 0]}}
+    blob = save({"w": second if twice else first}, metadata={"DCP_SHARDING_INFO": json.dumps(sharding)})
+    checkpoint.content["__0_0.distcp"] = bytearray(saved("before")) + blob
+    start = len(saved("before"))
+    checkpoint.items = [Item("w", Size((0, 0)), Size((2, 3)), "__0_0.distcp", start, 24)]
+    if twice:
+        checkpoint.items.append(Item("w", Size((2, 0)), Size((1, 3)), "__0_0.distcp", start, 12))
+    else:
+        checkpoint.stored("w", 1, Size((2, 0)), Size((1, 3)), saved(second))
+    return checkpoint
+
+
+def test_safetensors_blobs() -> None:
+    """A tensor in a safetensors blob is found by its header."""
+    assert elements(source(blob_checkpoint(twice=False).files())) == torch.arange(9.0).numpy().tobytes()
+
+
+def test_chunks_that_overwrote_each_other() -> None:
+    """Of two chunks of a tensor in one blob only the last is there, and the reader does not take it for the first."""
+    message = r"the chunk of 'w' at \[0, 0\] was overwritten by the one at \[2, 0\]"
+    with pytest.raises(FormatError, match=message):
+        resolved(source(blob_checkpoint(twice=True).files()))
 
 
 def test_garbage() -> None:

@@ -229,6 +229,16 @@ def test_more_ranks_than_rows(tmp_path: Path) -> None:
     assert (len(manifest.chunks), manifest.info["n_empty_chunks"]) == (1, 1)
 
 
+def test_an_empty_box_beside_a_full_one(tmp_path: Path) -> None:
+    """A part without elements that begins where a full one does leaves the record to the full one."""
+    tensors = table(w=(4,))
+    for order in ([(0, (0,), (4,), 0), (0, (0,), (0,), 1)], [(0, (0,), (0,), 1), (0, (0,), (4,), 0)]):
+        write(WRITER.lay_out(WriteRequest(tensors, boxes_of(tensors, order), 2)), numbers(tensors), tmp_path)
+        state = {"w": torch.zeros(4)}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert bits(state["w"]) == numbers(tensors)["w"].data
+
+
 def test_what_torch_has_not() -> None:
     """Types that torch lacks are listed with a tensor each."""
     records = [
