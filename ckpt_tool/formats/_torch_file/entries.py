@@ -28,6 +28,9 @@ from ckpt_tool.manifest.model import KeyPath
 __all__ = ["Entries", "Entry", "entries_of"]
 
 _MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+# Parts that are shared are walked once for each way to them: so many times the object's own size at most.
+_MAX_SHARING = 8
+_MIN_VALUES = 100_000
 _PLACED = frozenset({"DTensor", "ShardedTensor"})
 _COMPRESSED_PARTS = {
     "sparse_coo": ("indices", "values"),
@@ -81,10 +84,11 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
         FormatError: the object spells out more values than any checkpoint has.
     """
     found = Entries()
-    holders = _holders(root)
+    holders, n_edges = _holders(root)
+    max_values = min(_MIN_VALUES + _MAX_SHARING * n_edges, MAX_VALUES)
     classes: dict[str, None] = {}
     taken: set[str] = set()
-    for path, value in _walk(root, prefix, holders, found, classes):
+    for path, value in _walk(root, prefix, holders, found, classes, max_values):
         name = ".".join(map(str, path)) or "value"
         fqn, count = name, 1
         while fqn in taken:
@@ -100,7 +104,7 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
 
 
 def _walk(
-    root: Any, prefix: KeyPath, holders: set[int], found: Entries, classes: dict[str, None]
+    root: Any, prefix: KeyPath, holders: set[int], found: Entries, classes: dict[str, None], max_values: int
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Entries in order; a container is entered once per path, and never inside of itself."""
     inside: set[int] = set()
@@ -119,8 +123,8 @@ def _walk(
         path, value = pending
         pending = None
         n_values += 1
-        if n_values > MAX_VALUES:
-            raise FormatError(f"the pickle spells out more than {MAX_VALUES:,} values: its parts contain each other")
+        if n_values > max_values:
+            raise FormatError(f"the pickle spells out more than {max_values:,} values: its parts contain each other")
         if id(value) in inside:
             continue
         if not _is_entered(value, holders):
@@ -200,14 +204,19 @@ def _label(key: Any) -> str | int:
     return str(plain(key))
 
 
-def _holders(root: Any) -> set[int]:
-    """Identities of everything that has a tensor somewhere inside, found by climbing up from the tensors."""
+def _holders(root: Any) -> tuple[set[int], int]:
+    """Identities of everything that has a tensor somewhere inside, and the number of parts of all distinct objects.
+
+    The former are found by climbing up from the tensors.
+    """
     parents: dict[int, list[int]] = {id(root): []}
     tensors: list[int] = []
     waiting = [root]
+    n_edges = 0
     while waiting:
         value = waiting.pop()
         children = _children(value)
+        n_edges += len(children)
         if isinstance(value, (TensorRef, WrapperRef, InlineTensorRef, MetaTensorRef)) and not children:
             tensors.append(id(value))
         for _, child in children:
@@ -226,4 +235,4 @@ def _holders(root: Any) -> set[int]:
         if identity not in held:
             held.add(identity)
             waiting_ids += parents[identity]
-    return held
+    return held, n_edges

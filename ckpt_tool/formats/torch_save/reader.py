@@ -8,6 +8,7 @@ Two entries of one joined name (``{"a.b": ..., "a": {"b": ...}}``) both stay rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from ckpt_tool.errors import CkptError, NotFound
 from ckpt_tool.formats._torch_file import headers
@@ -75,7 +76,12 @@ class TorchSaveReader:
         path = _chosen(source)
         file = open_torch_file(source, path)
         entries = entries_of(file.root)
-        found = assemble([part_of(file, entries, None)], section_by_root([file.root]))
+        named = rank_file(path)
+        rank = None if named is None else named.rank
+        found = assemble([part_of(file, entries, rank)], section_by_root([file.root]))
+        if found.mesh is not None or found.n_claiming_ranks:
+            world_size = max(found.n_claiming_ranks, prod(found.mesh.sizes) if found.mesh is not None else 0)
+            found.notes.append(f"one rank's file of {world_size:,}: tensors have only the boxes of that rank")
         info = {"container": file.kind}
         return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
 

@@ -312,3 +312,14 @@ def test_a_pickle_that_runs_code_is_refused() -> None:
 def test_files_are_known_by_content(files: dict[str, bytes], confidence: float) -> None:
     """Names do not matter, bytes do."""
     assert READER.probe(source_of(MemoryStore(files))).confidence == confidence
+
+
+def test_one_ranks_file_alone_says_so() -> None:
+    """A rank file without its siblings reads as what it is: global shapes, one rank's boxes, and a note."""
+    name = "model_world_size_4_rank_1.pt"
+    data = (FIXTURES / "torch/verl_2d/ckpt" / name).read_bytes()
+    manifest = READER.read(source_of(MemoryStore({name: data})))
+    (row,) = manifest.chunks.rows_of(manifest.tensor_id("0.weight"))
+    record = manifest.chunks.record(int(row), manifest.tensors, manifest.files)
+    assert (str(record.box), record.rank, manifest.tensor("0.weight").shape) == ("[49:73, 0:24]", 1, (97, 24))
+    assert "one rank's file of 4: tensors have only the boxes of that rank" in manifest.notes
