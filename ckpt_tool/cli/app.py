@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -80,6 +81,8 @@ def ckpt(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt`` with these arguments (the process's by default) and return its exit status."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and drawings on a terminal that has no such letters
     try:
         app(args=argv, prog_name="ckpt")
     except SystemExit as end:

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from ckpt_tool.cli.output import has_colour
-from ckpt_tool.cli.text import Line, Span, line, paint, plain
+from ckpt_tool.cli.output import write_lines
+from ckpt_tool.cli.text import Line, Span, line
 from ckpt_tool.errors import CkptError
 
 __all__ = ["BROKEN_PIPE", "INTERRUPTED", "failure", "interruptions", "reported"]
@@ -53,7 +53,7 @@ def interruptions() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
-        _print([line(Span("interrupted", "red"))])
+        write_lines([line(Span("interrupted", "red"))], sys.stderr)
         _exit(INTERRUPTED)
     except BrokenPipeError:
         # The interpreter flushes stdout once more when it ends, which must not fail again.
@@ -100,16 +100,16 @@ def _show(record: dict[str, Any], *, as_json: bool) -> None:
         return
     found = record["error"]
     place = f"{found['where']}: " if found["where"] else ""
-    lines = [line(Span("error: ", "bold red"), place, found["message"])]
+    lines = _said(line(Span("error: ", "bold red"), place), found["message"])
     if found["hint"]:
-        lines.append(line(Span("hint: ", "bold cyan"), found["hint"]))
-    _print(lines)
+        lines += _said(line(Span("hint: ", "bold cyan")), found["hint"])
+    write_lines(lines, sys.stderr)
 
 
-def _print(lines: list[Line]) -> None:
-    text = paint if has_colour(sys.stderr) else plain
-    sys.stdout.flush()
-    sys.stderr.writelines(f"{text(found)}\n" for found in lines)
+def _said(start: Line, text: str) -> list[Line]:
+    """Lines of a text that may have several, as a list of names or a rules file to paste."""
+    first, *others = text.split("\n")
+    return [line(start, first), *(line(other) for other in others)]
 
 
 def _exit(code: int) -> NoReturn:

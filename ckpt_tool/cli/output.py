@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from ckpt_tool.cli.text import Line, Span, paint, plain, wrap
+from ckpt_tool.cli.text import Line, Span, harmless, paint, plain, wrap
 from ckpt_tool.errors import UsageError
 
-__all__ = ["Output", "document", "has_colour", "output", "terminal_width"]
+__all__ = ["Output", "document", "has_colour", "output", "terminal_width", "write_lines"]
 
 Mode = Literal["human", "json", "quiet"]
 _WIDTH_OF_A_FILE = 120
@@ -81,7 +81,7 @@ class Output:
     def show(self, lines: Iterable[Line]) -> None:
         """Print lines as the result, when a person reads it."""
         if self.mode == "human":
-            _print(lines, sys.stdout)
+            write_lines(lines, sys.stdout)
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Print a document as the result, when a program reads it."""
@@ -98,7 +98,7 @@ class Output:
         """Print lines beside the result, unless all is to be quiet."""
         if self.mode != "quiet":
             sys.stdout.flush()
-            _print(lines, sys.stderr)
+            write_lines(lines, sys.stderr)
 
     def notes(self, notes: Iterable[str]) -> None:
         """Print what a person should know besides, each wrapped, after a result that a person reads."""
@@ -117,6 +117,7 @@ def output(*, json: bool, quiet: bool) -> Output:
     return Output("json" if json else "quiet" if quiet else "human")
 
 
-def _print(lines: Iterable[Line], stream: IO[str]) -> None:
+def write_lines(lines: Iterable[Line], stream: IO[str]) -> None:
+    """Write lines to a stream, coloured where it has colour."""
     text = paint if has_colour(stream) else plain
-    stream.writelines(f"{text(found)}\n" for found in lines)
+    stream.writelines(f"{text(harmless(found))}\n" for found in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["counted", "header_lines"]
 
 _LABEL_WIDTH = 9
+_WIDTH_OF_SECTIONS, _WIDTH_OF_DTYPE = 36, 12
 
 
 def counted(n: int, noun: str) -> str:
@@ -38,7 +38,7 @@ def header_lines(found: Inspection, *, width: int) -> list[Line]:
     lines = [line(Span(found.url, "bold"))]
     for label, text in facts:
         lines += wrap(text, width, line("  ", Span(label.ljust(_LABEL_WIDTH), "cyan")), " " * (_LABEL_WIDTH + 2))
-    return [*lines, line(), *_totals(found), line()]
+    return [*lines, line(), *_totals(found, width), line()]
 
 
 def _format(found: Inspection) -> str:
@@ -75,24 +75,26 @@ def _bytes(found: Inspection) -> str:
     return text
 
 
-def _totals(found: Inspection) -> list[Line]:
-    """A row per section, a column per element type."""
-    totals = found.totals
-    sections = list(dict.fromkeys(row.section for row in totals))
+def _totals(found: Inspection, width: int) -> list[Line]:
+    """A row per section, a column per element type; the small types share one where there are too many to fit."""
     by_dtype: dict[str, int] = {}
-    for row in totals:
+    for row in found.totals:
         by_dtype[row.dtype] = by_dtype.get(row.dtype, 0) + row.nbytes
     dtypes = sorted(by_dtype, key=lambda name: -by_dtype[name])
-    sizes: Mapping[tuple[str, str], int] = {(row.section, row.dtype): row.nbytes for row in totals}
-    heads = ["section", "tensors", *dtypes, *(["all"] if len(dtypes) > 1 else [])]
-    table: list[list[Cell]] = [[Span(head, "bold") for head in heads]]
+    n_fitting = max((width - _WIDTH_OF_SECTIONS) // _WIDTH_OF_DTYPE, 1)
+    n_shown = len(dtypes) if len(dtypes) <= n_fitting else n_fitting - 1
+    column_of = {dtype: min(at, n_shown) for at, dtype in enumerate(dtypes)}
+    heads = dtypes[:n_shown] + ([f"{len(dtypes) - n_shown} more types"] if n_shown < len(dtypes) else [])
+    sections = list(dict.fromkeys(row.section for row in found.totals))
+    table: list[list[Cell]] = [[Span(head, "bold") for head in ("section", "tensors", *heads, "all")]]
     for section in sections:
-        own = [row for row in totals if row.section == section]
-        cells: list[Cell] = [Span(section, "green"), f"{sum(row.n_tensors for row in own):,}"]
-        cells += [
-            format_bytes(sizes[section, dtype]) if (section, dtype) in sizes else Span("-", "dim") for dtype in dtypes
-        ]
-        if len(dtypes) > 1:
-            cells.append(format_bytes(sum(row.nbytes for row in own)))
-        table.append(cells)
-    return columns(table, "l" + "r" * (len(heads) - 1), gap=3, indent="  ")
+        own = [row for row in found.totals if row.section == section]
+        sizes: list[int | None] = [None] * len(heads)
+        for row in own:
+            sizes[column_of[row.dtype]] = (sizes[column_of[row.dtype]] or 0) + row.nbytes
+        cells = [Span("-", "dim") if nbytes is None else Span(format_bytes(nbytes)) for nbytes in sizes]
+        n_tensors, nbytes = sum(row.n_tensors for row in own), sum(row.nbytes for row in own)
+        table.append([Span(section, "green"), f"{n_tensors:,}", *cells, format_bytes(nbytes)])
+    if len(heads) == 1:
+        table = [row[:-1] for row in table]
+    return columns(table, ("lr" + "r" * len(heads) + "r")[: len(table[0])], gap=3, indent="  ")

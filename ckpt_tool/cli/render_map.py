@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.render_header import counted
@@ -25,8 +26,10 @@ __all__ = ["map_lines"]
 _PALETTE = (117, 222, 157, 217, 183, 229, 152, 180, 120, 211, 147, 187)
 _MAX_ROWS = 40
 _MAX_SLICES = 8
+_MAX_PAIRED = 200
 _FILES_SHOWN = 3
-_HOLE = "·"
+_HOLE = "···"
+_RANKS_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,13 @@ class _Stored:
     copies: tuple[ShardBox, ...]
 
     @property
+    def ranks(self) -> str:
+        """Ranks that store it; empty where the format does not tell."""
+        return number_ranges({each.rank for each in self.copies if each.rank is not None})
+
+    @property
     def colour(self) -> int:
+        """Background, by rank."""
         rank = self.copies[0].rank
         return _PALETTE[(0 if rank is None else rank) % len(_PALETTE)]
 
@@ -60,8 +69,9 @@ def map_lines(found: ShardMap, *, width: int, limit: int | None) -> list[Line]:
     ]
     lines = [title, line()]
     if stored and 0 not in found.shape:
-        lines += _drawing(stored, cuts, width)
+        lines += _drawing(stored, cuts, width) or [line(Span("  too many boxes to draw", "dim")), line()]
     lines += _listing(stored, limit)
+    lines += _warnings(stored, found)
     if found.n_empty:
         lines.append(line(Span(f"and {counted(found.n_empty, 'box')} without elements", "dim")))
     if not stored and not found.n_empty:
@@ -127,14 +137,16 @@ def _grid(
     """One grid with its rulers; nothing where it would be too wide or too high."""
     rows = list(pairwise(cuts[down])) if down is not None else [(0, 1)]
     cols = list(pairwise(cuts[across])) if across is not None else [(0, 1)]
-    owners = [[_owners(stored, (down, row), (across, col)) for col in cols] for row in rows]
-    labels = [["+".join(stored[at].label for at in own) or _HOLE * 3 for own in each] for each in owners]
     rulers = [f"{low:,}:{high:,}" if down is not None else "" for low, high in rows]
-    heads = [f"{low:,}:{high:,}" if across is not None else "" for low, high in cols]
-    least = 2 + max(len(text) for each in (*labels, heads) for text in each)
     margin = max(map(len, rulers)) + 3
     room = min(width, 100) - margin - len(cols) - 1
-    if len(rows) > _MAX_ROWS or least * len(cols) > room:
+    if len(rows) > _MAX_ROWS or len(cols) > room:
+        return []
+    owners = [[_owners(stored, (down, row), (across, col)) for col in cols] for row in rows]
+    labels = [[_label([stored[at] for at in own]) for own in each] for each in owners]
+    heads = [f"{low:,}:{high:,}" if across is not None else "" for low, high in cols]
+    least = 2 + max(len(text) for each in (*labels, heads) for text in each)
+    if least * len(cols) > room:
         return []
     widths = _scaled([high - low for low, high in cols], least, room if len(cols) > 1 else min(room, 30))
     lines: list[Line] = []
@@ -150,6 +162,13 @@ def _grid(
         if at < len(rows):
             lines.append(_cells(stored, owners, labels, widths, at, f"{rulers[at].rjust(margin - 1)} "))
     return lines
+
+
+def _label(own: Sequence[_Stored]) -> str:
+    """What is written into a cell: the letter and the rank, several letters for an overlap, dots for a hole."""
+    if len(own) == 1 and own[0].ranks and len(own[0].ranks) <= _RANKS_WIDTH:
+        return f"{own[0].label} r{own[0].ranks}"
+    return "+".join(box.label for box in own) or _HOLE
 
 
 def _owners(stored: Sequence[_Stored], *cell: tuple[int | None, tuple[int, int]]) -> tuple[int, ...]:
@@ -221,7 +240,6 @@ def _listing(stored: Sequence[_Stored], limit: int | None) -> list[Line]:
     shown = stored[:limit]
     table: list[list[Cell]] = [[Span(name, "bold") for name in ("  box", "place", "bytes", "rank", "file", "copies")]]
     for box in shown:
-        ranks = sorted({each.rank for each in box.copies if each.rank is not None})
         files = list(dict.fromkeys(_file(each) for each in box.copies))
         more = f" and {len(files) - _FILES_SHOWN:,} more" if len(files) > _FILES_SHOWN else ""
         place = ", ".join(f"{o:,}:{o + s:,}" for o, s in zip(box.offsets, box.sizes, strict=True))
@@ -230,7 +248,7 @@ def _listing(stored: Sequence[_Stored], limit: int | None) -> list[Line]:
                 line("  ", Span(f" {box.label} ", f"bold on {box.colour}")),
                 f"[{place}]",
                 f"{box.copies[0].length:,}",
-                number_ranges(ranks) or Span("-", "dim"),
+                box.ranks or Span("-", "dim"),
                 ", ".join(files[:_FILES_SHOWN]) + more,
                 Span(f"{len(box.copies)} copies", "yellow") if len(box.copies) > 1 else "",
             ]
@@ -238,6 +256,28 @@ def _listing(stored: Sequence[_Stored], limit: int | None) -> list[Line]:
     rest = len(stored) - len(shown)
     tail = [line(Span(f"… {counted(rest, 'more box')}; --limit 0 shows all", "dim"))] if rest else []
     return [*columns(table, "llrlll"), *tail]
+
+
+def _warnings(stored: Sequence[_Stored], found: ShardMap) -> list[Line]:
+    """What makes the tensor unreadable: places that no box holds, or several do."""
+    volumes = sum(prod(box.sizes) for box in stored)
+    overlaps = (
+        any(_overlap(a, b) for at, a in enumerate(stored) for b in stored[:at]) if len(stored) <= _MAX_PAIRED else False
+    )
+    lines = []
+    if overlaps:
+        lines.append(line(Span("overlap: ", "bold red"), "different boxes hold the same elements, see A+B"))
+    if not overlaps and volumes < prod(found.shape):
+        missing = prod(found.shape) - volumes
+        lines.append(line(Span("hole: ", "bold red"), f"no box holds {counted(missing, 'element')}, see {_HOLE}"))
+    return lines
+
+
+def _overlap(a: _Stored, b: _Stored) -> bool:
+    return all(
+        low < other + size_other and other < low + size
+        for low, size, other, size_other in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
 
 
 def _file(each: ShardBox) -> str:

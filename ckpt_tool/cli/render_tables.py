@@ -83,16 +83,23 @@ def rank_lines(rows: Sequence[RankRow], *, limit: int | None) -> list[Line]:
 
 
 def object_lines(found: Inspection, *, width: int, limit: int | None) -> list[Line]:
-    """One line per object that is not a tensor, its value cut to the width; classes are named, never built."""
+    """One line per object that is not a tensor, its value cut to the width; ranks that agree share one."""
     if not found.objects:
         return [line(Span("no objects besides tensors", "dim"))]
-    shown = found.objects[:limit]
-    longest = min(max(len(blob.fqn) for blob in shown), width // 2)
-    table: list[list[Cell]] = []
-    for blob in shown:
-        rank = "" if blob.rank is None else Span(f"rank {blob.rank}", "cyan")
-        table.append([blob.fqn, rank, object_text(blob.value, width=max(width - longest - 12, 20))])
-    return [*columns(table, "lll"), *_rest(len(found.objects) - len(shown), "object")]
+    longest = min(max(len(blob.fqn) for blob in found.objects), width // 2)
+    room = max(width - longest - 14, 20)
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for blob in found.objects:
+        of = ranks.setdefault((blob.fqn, object_text(blob.value, width=room)), [])
+        of += [] if blob.rank is None else [blob.rank]
+    entries = list(ranks.items())
+    shown = entries[:limit]
+    table: list[list[Cell]] = [[fqn, Span(_ranks(of), "cyan"), value] for (fqn, value), of in shown]
+    return [*columns(table, "lll"), *_rest(len(entries) - len(shown), "object")]
+
+
+def _ranks(of: Sequence[int]) -> str:
+    return "" if not of else f"rank {of[0]}" if len(of) == 1 else f"ranks {number_ranges(set(of))}"
 
 
 def optimizer_lines(views: Sequence[OptimizerView], *, width: int, limit: int | None) -> list[Line]:

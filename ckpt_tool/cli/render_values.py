@@ -10,6 +10,7 @@ __all__ = ["array_text", "object_text"]
 
 _ELEMENTS_SHOWN = 2000
 _EDGE = 6
+_MAX_DEPTH = 30  # deeper than any line is wide
 
 
 def array_text(array: Any, *, width: int, is_whole: bool = False) -> list[str]:
@@ -23,49 +24,53 @@ def array_text(array: Any, *, width: int, is_whole: bool = False) -> list[str]:
 
 
 def object_text(value: Any, *, width: int) -> str:
-    """One line for an inert value, no longer than ``width``; nothing of it is called but ``repr`` of plain types.
+    """One line for an inert value, about as long as ``width`` at most; only as much of it is looked at.
 
     >>> object_text({"lr": 0.1, "betas": (0.9, 0.95)}, width=40)
     '{lr: 0.1, betas: (0.9, 0.95)}'
-    >>> object_text(list(range(1000)), width=20)
-    '[0, 1, 2, … 1,000 items]'
+    >>> object_text(list(range(1000)), width=30)
+    '[0, 1, 2, 3, 4, … 1,000 items]'
     """
-    text = "".join(_pieces(value, budget=width)).replace("\n", "\\n")
-    size = f"… {len(value):,} items" if isinstance(value, Mapping | list | tuple | set) else "…"
+    text = "".join(_pieces(value, width, 0))
     if len(text) <= width:
         return text
     if not isinstance(value, Mapping | list | tuple | set):
         return text[: width - 1] + "…"
-    kept = text[: max(width - len(size) - 1, 0)].rsplit(", ", 1)[0]
-    return f"{kept}, {size}{text[-1] if len(text) < width * 2 else _closing(value)}"
+    end = f"… {len(value):,} items{_closing(value)}"
+    kept, comma, _ = text[: max(width - len(end), 1)].rpartition(", ")
+    return f"{kept}{comma}{end}" if comma else f"{text[0]}{end}"
 
 
 def _closing(value: Any) -> str:
     return "}" if isinstance(value, Mapping | set) else "]" if isinstance(value, list) else ")"
 
 
-def _pieces(value: Any, *, budget: int) -> Iterator[str]:
+def _pieces(value: Any, budget: int, depth: int) -> Iterator[str]:
     """Text of a value, piece by piece, with an end once about ``budget`` characters are out."""
-    if isinstance(value, Mapping):
+    if depth > _MAX_DEPTH:
+        yield "…"
+    elif isinstance(value, Mapping):
         yield "{"
-        yield from _joined(((f"{key}: ", item) for key, item in value.items()), budget)
+        yield from _joined(((f"{key}: ", item) for key, item in value.items()), budget, depth)
         yield "}"
     elif type(value) in {list, tuple, set}:
         yield "[" if type(value) is list else "(" if type(value) is tuple else "{"
-        yield from _joined((("", item) for item in value), budget)
+        yield from _joined((("", item) for item in value), budget, depth)
         yield _closing(value)
-    elif hasattr(value, "dtype") and hasattr(value, "ndim"):
-        yield f"<array {value.dtype} {list(value.shape)}>" if value.ndim else str(value)
+    elif isinstance(value, str):
+        yield repr(value[: budget + 1])
     elif isinstance(value, bytes):
         yield f"<{len(value):,} bytes>"
+    elif hasattr(value, "dtype") and hasattr(value, "ndim"):
+        yield f"<array {value.dtype} {list(value.shape)}>" if value.ndim else str(value)
     else:
-        yield repr(value)[: budget + 1]
+        yield repr(value)
 
 
-def _joined(items: Iterator[tuple[str, Any]], budget: int) -> Iterator[str]:
+def _joined(items: Iterator[tuple[str, Any]], budget: int, depth: int) -> Iterator[str]:
     used = 0
     for at, (key, item) in enumerate(items):
-        text = f"{', ' if at else ''}{key}" + "".join(_pieces(item, budget=max(budget - used, 0)))
+        text = f"{', ' if at else ''}{key}" + "".join(_pieces(item, max(budget - used, 0), depth + 1))
         yield text
         used += len(text)
         if used > budget:

@@ -6,10 +6,10 @@ of a table: a table of 100,000 tensors is printed here in a fraction of a second
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cell", "Line", "Span", "columns", "cut", "line", "paint", "plain", "rule_of", "width_of", "wrap"]
+__all__ = ["Cell", "Line", "Span", "columns", "cut", "harmless", "line", "paint", "plain", "width_of", "wrap"]
 
 _CODES = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
@@ -49,6 +49,17 @@ def line(*parts: Cell) -> Line:
 def plain(found: Line) -> str:
     """The text of a line, without colour."""
     return "".join(span.text for span in found)
+
+
+def harmless(found: Line) -> Line:
+    """The line with characters that do things to a terminal shown as escapes: a name in a file may hold any.
+
+    >>> plain(harmless(line("a" + chr(27) + "[31m"))).replace(chr(92), "/")
+    'a/x1b[31m'
+    """
+    if all(span.text.isprintable() for span in found):
+        return found
+    return tuple(Span("".join(c if c.isprintable() else ascii(c)[1:-1] for c in s.text), s.style) for s in found)
 
 
 def paint(found: Line) -> str:
@@ -127,15 +138,10 @@ def columns(rows: Sequence[Sequence[Cell]], align: str, *, gap: int = 2, indent:
 
 def _stripped(found: Line) -> Line:
     spans = list(found)
-    while spans and not spans[-1].style:
+    while spans and not (spans[-1].style and spans[-1].text):
         text = spans[-1].text.rstrip(" ")
         if text:
             spans[-1] = Span(text)
             break
         spans.pop()
     return tuple(span for span in spans if span.text)
-
-
-def rule_of(found: Iterable[Line]) -> Line:
-    """A dim rule as wide as the widest of some lines."""
-    return line(Span("─" * max((width_of(each) for each in found), default=0), "dim"))

@@ -1,0 +1,139 @@
+"""Arguments in, api call out: what a command line asks for is what the api is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_tool.cli.app import main
+from ckpt_tool.errors import UsageError
+
+GIB = 1 << 30
+
+RESHARD = {
+    "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "to": "dcp", "rules": None, "default": None, "dp_mode": "shard",
+    "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "memory_budget_bytes": GIB,
+    "n_workers": None,
+}  # fmt: skip
+RUN = {"overwrite": False, "resume": False, "durable": True}
+EXPORT = {
+    "to": "safetensors", "everything": False, "names": "hf", "include": (), "exclude": (), "dtype": None,
+    "tied": "auto", "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
+}  # fmt: skip
+
+
+class Recorder:
+    """Stands in for an api function: keeps its arguments and ends the command."""
+
+    def __init__(self) -> None:
+        self.args: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Record, and refuse."""
+        self.args, self.options = args, options
+        raise UsageError("recorded")
+
+
+@pytest.mark.parametrize(
+    ("argv", "args", "options"),
+    [
+        ("A B", ("A", "B"), {}),
+        ("A B --tp 4 --pp 2 --dp 8 --ep 4", ("A", "B"), {"tp": 4, "pp": 2, "dp": 8, "ep": 4}),
+        ("A B --mesh pp=2,dp=4,tp=2", ("A", "B"), {"mesh": "pp=2,dp=4,tp=2"}),
+        ("A B --to rank-files --dp-mode replicate", ("A", "B"), {"to": "rank-files", "dp_mode": "replicate"}),
+        ("A B --rules r.toml --default shard0", ("A", "B"), {"rules": "r.toml", "default": "shard0"}),
+        ("A B --replicas all --rank-state drop", ("A", "B"), {"replicas": "all", "rank_state": "drop"}),
+        ("A B --dtype bf16 --include a.* --exclude b --tensor c", ("A", "B"),
+         {"dtype": "bf16", "include": ["a.*", "c"], "exclude": ["b"]}),
+        ("A B --memory 64MiB --workers 3", ("A", "B"), {"memory_budget_bytes": 64 << 20, "n_workers": 3}),
+        ("A B --overwrite --no-fsync", ("A", "B"), {"overwrite": True, "durable": False}),
+        ("A B --resume", ("A", "B"), {"resume": True}),
+    ],
+)  # fmt: skip
+def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ckpt reshard`` hands every option on, and the defaults of those that are not given."""
+    recorder = Recorder()
+    monkeypatch.setattr("ckpt_tool.api.reshard.prepare_reshard", recorder)
+    assert main(["reshard", *argv.split()]) == 2
+    assert (recorder.args, recorder.options) == (args, {**RESHARD, **RUN, **options})
+
+
+def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ckpt plan`` is a reshard without a target or a run."""
+    recorder = Recorder()
+    monkeypatch.setattr("ckpt_tool.api.reshard.prepare_reshard", recorder)
+    assert main(["plan", "A", "--tp", "2", "--memory", "1GB"]) == 2
+    assert recorder.args == ("A", "memory://plan")
+    assert recorder.options == {**RESHARD, "tp": 2, "memory_budget_bytes": 10**9}
+
+
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        ("", {}),
+        ("--all --names source --to dcp", {"everything": True, "names": "source", "to": "dcp"}),
+        ("--max-shard-size 5GB --tied keep", {"max_shard_nbytes": 5 * 10**9, "tied": "keep"}),
+        ("--include a --exclude b --dtype fp32", {"include": ["a"], "exclude": ["b"], "dtype": "fp32"}),
+        ("--memory 2GiB --workers 1 --overwrite --resume --no-fsync",
+         {"memory_budget_bytes": 2 * GIB, "n_workers": 1, "overwrite": True, "resume": True, "durable": False}),
+    ],
+)  # fmt: skip
+def test_export(argv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ckpt export`` hands every option on, and the defaults of those that are not given."""
+    recorder = Recorder()
+    monkeypatch.setattr("ckpt_tool.api.export.prepare_export", recorder)
+    assert main(["export", "A", "B", *argv.split()]) == 2
+    assert (recorder.args, recorder.options) == (("A", "B"), {**EXPORT, **RUN, **options})
+
+
+@pytest.mark.parametrize(
+    ("argv", "level", "n_workers"),
+    [("", "default", None), ("--quick", "quick", None), ("--full --workers 2", "full", 2)],
+)
+def test_verify(argv: str, level: str, n_workers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ckpt verify`` names one of three levels."""
+    recorder = Recorder()
+    monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
+    assert main(["verify", "A", *argv.split()]) == 2
+    assert recorder.args == ("A",)
+    assert recorder.options == {"level": level, "memory_budget_bytes": GIB, "n_workers": n_workers}
+
+
+def test_cat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ckpt cat`` hands the slice on as it was typed."""
+    recorder = Recorder()
+    monkeypatch.setattr("ckpt_tool.api.cat.cat", recorder)
+    assert main(["cat", "A", "w[0:2, :]", "--memory", "64MiB"]) == 2
+    assert (recorder.args, recorder.options) == (("A", "w[0:2, :]"), {"memory_budget_bytes": 64 << 20})
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nonsense"], "no such command"),
+        (["inspect"], "missing argument"),
+        (["inspect", "A", "--nonsense"], "no such option: --nonsense"),
+        (["inspect", "A", "--by", "colour"], "'colour' is not one of"),
+        (["inspect", "A", "--json", "--quiet"], "--json and --quiet exclude each other"),
+        (["inspect", "A", "--tree", "--sort", "size"], "--sort orders a flat list"),
+        (["verify", "A", "--quick", "--full"], "--quick and --full exclude each other"),
+        (["reshard", "A", "B", "--tp", "0"], "'--tp'"),
+        (["reshard", "A", "B", "--tp", "two"], "'--tp'"),
+        (["reshard", "A", "B", "--memory", "much"], "'much' is not a size in bytes"),
+        (["reshard", "A", "B", "--mesh", "tp=2", "--tp", "2"], "--mesh already names"),
+    ],
+)
+def test_wrong_usage(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong usage is one line that says what is wrong, one that says what to do, and status 2; stdout stays empty."""
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    first, *others = printed.err.splitlines()
+    if first.startswith("{"):
+        assert message in first
+        return
+    assert first.lower().startswith("error: ")
+    assert message.lower() in first.lower()
+    assert [line.split(":")[0] for line in others] == ["hint"]

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_tool.cli.app import app, main
+from tests.test_docs import command_helps
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("numpy", "pyarrow", "fsspec", "torch", "rich", "ml_dtypes", "safetensors")
+COMMANDS = ("cat", "export", "formats", "inspect", "plan", "reshard", "verify")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], [], *([name, "--help"] for name in COMMANDS)])
+def test_help_loads_nothing_heavy(argv: list[str]) -> None:
+    """Help and version come without numpy and whatever needs it."""
+    script = (
+        "import sys; from ckpt_tool.cli.app import main; main(sys.argv[1:]); "
+        f"sys.stdout.write('loaded: ' + ' '.join(name for name in {HEAVY!r} if name in sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, *argv], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.rpartition("\n")[2] == "loaded: "
+
+
+def test_commands() -> None:
+    """The commands are these."""
+    assert sorted(command_helps(app)) == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command explains itself, its JSON document and each of its options."""
+    assert main([name, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "--json" in printed
+    assert "--quiet" in printed
+    assert "With --json:" in printed
+    first_line = printed.split("\n\n")[1].strip()
+    assert "..." not in first_line
+
+
+def test_short_helps_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list of commands cuts none of their sentences."""
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.endswith("...")] == [
+        "Usage: ckpt [OPTIONS] COMMAND [ARGS]..."
+    ]
