@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
 from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.storage.open import open_store
 from ckpt_tool.verify.extents import measure
 from ckpt_tool.verify.payload import check_content, check_headers
 from ckpt_tool.verify.report import LEVELS, VerifyReport, sort_findings
 from ckpt_tool.verify.structure import structure_findings
+from ckpt_tool.verify.tolerant import read_tolerantly
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -35,7 +40,7 @@ def verify(
 
     Raises:
         NotFound: nothing is there, or nothing that reads as a checkpoint.
-        FormatError: its metadata cannot be read at all.
+        FormatError: its metadata cannot be read at all; a file that can be left out is a finding instead.
         UsageError: an unknown level.
     """
     if level not in LEVELS:
@@ -43,8 +48,16 @@ def verify(
     started = time.perf_counter()
     if isinstance(checkpoint, Checkpoint):
         return _report(checkpoint, level, memory_budget_bytes, n_workers, started)
-    with open_checkpoint(checkpoint, memory_budget_bytes=memory_budget_bytes) as opened:
-        return _report(opened, level, memory_budget_bytes, n_workers, started)
+    store, listing = open_store(checkpoint)
+    try:
+        source = Source(store, listing)
+        reader = detect(source)
+        reading = read_tolerantly(reader, source)
+        opened = Checkpoint(os.fspath(checkpoint), reading.source, reader, reading.manifest, memory_budget_bytes)
+        report = _report(opened, level, memory_budget_bytes, n_workers, started)
+        return replace(report, findings=sort_findings(reading.merged(report.findings)))
+    finally:
+        store.close()
 
 
 def _report(

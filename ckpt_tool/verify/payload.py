@@ -38,7 +38,7 @@ class Payload:
     """Chunks whose bytes are there, resolved as far as that worked."""
     findings: tuple[Finding, ...]
     stored: Manifest
-    """The same chunks as the reader gave them, which is what its ``checksums`` starts from."""
+    """The resolved chunks as the reader gave them, which is what its ``checksums`` starts from."""
     checked_nbytes: int = 0
     covered_nbytes: int = 0
 
@@ -59,7 +59,8 @@ def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: E
         findings += sharing_findings(known, measure(known, source.listing).has_chunk)
     is_usable = after.has_chunk & is_resolved(resolved)
     findings += mixed_steps(resolved, is_usable, reader=reader, source=source, store=store)
-    return Payload(resolved, tuple(findings), stored=there)
+    readable = restricted(there, is_resolved(resolved), np.ones(len(there.blobs), dtype=np.bool_))
+    return Payload(resolved, tuple(findings), stored=readable)
 
 
 def _own_checks(reader: Reader, source: Source, manifest: Manifest) -> Iterator[Finding]:
