@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckpt_tool.formats._zip.directory import Read, ZipMember, payload_offset, read_directory
+from ckpt_tool.formats._zip.directory import payload_offset, read_directory
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.formats.dcp.merged import read_merged
 from ckpt_tool.formats.dcp.metadata import rank_metadata
@@ -16,6 +16,7 @@ from ckpt_tool.formats.dcp.probe import metadata_paths
 from ckpt_tool.formats.dcp.resolve import located_items
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.manifest.tables import ChunkFlag
 
 __all__ = ["check", "checksums"]
 
@@ -41,23 +42,35 @@ def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
 
 
 def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum]:
-    """CRC-32 of every item's members that are not part of the container, where one is recorded.
+    """CRC-32 of the storage of each tensor, and of the pickles around them and of objects, where one is recorded.
 
     torch writes them always (unless ``set_crc32_options(False)``: 0) and never checks them. A safetensors blob has
-    none, and compressed items have none of the bytes as they are stored. Requests: two per item at most, of 4 KiB.
+    none, and compressed items have none of the bytes as they are stored. Chunks that are resolved no longer say where
+    their item is and are passed over. Requests: two per item at most, of 4 KiB.
     """
-    items: dict[FileRange, str] = {}
-    for row in range(len(manifest.chunks)):
-        entry = manifest.files.entries[manifest.chunks.file[row]]
-        if entry.codec is None:
-            items[_item(manifest, row)] = manifest.tensors.fqns[manifest.chunks.tensor[row]]
-    for blob in manifest.blobs:
-        if blob.where is not None and blob.kind != ZSTD_KIND:
-            items[blob.where] = blob.fqn
-    places = [where for where in items if where.end <= source.listing.sizes.get(where.path, -1)]
+    tensors, objects = _items(manifest)
+    places = [where for where in (*tensors, *objects) if where.end <= source.listing.sizes.get(where.path, -1)]
     for where, head, tail in _edges(source, places):
-        if head[:2] == b"PK":
-            yield from _item_checksums(source, where, items[where], head, tail)
+        if head[:2] != b"PK":
+            continue
+        fqn = tensors.get(where)
+        for name, checksum in _item_checksums(source, where, head, tail):
+            if fqn is None:
+                yield Checksum(checksum.where, checksum.crc32, objects[where])
+            else:
+                yield Checksum(checksum.where, checksum.crc32, fqn if name.startswith("data/") else None)
+
+
+def _items(manifest: Manifest) -> tuple[dict[FileRange, str], dict[FileRange, str]]:
+    """Stored items of tensors and of objects, with their fqns."""
+    chunks = manifest.chunks
+    tensors = {
+        _item(manifest, row): manifest.tensors.fqns[chunks.tensor[row]]
+        for row in np.flatnonzero(chunks.flags & ChunkFlag.UNRESOLVED).tolist()
+        if manifest.files.entries[chunks.file[row]].codec is None
+    }
+    objects = {b.where: b.fqn for b in manifest.blobs if b.where is not None and b.kind != ZSTD_KIND}
+    return tensors, objects
 
 
 def _item(manifest: Manifest, row: int) -> FileRange:
@@ -134,7 +147,9 @@ def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRa
             yield places[row], head, tail
 
 
-def _item_checksums(source: Source, where: FileRange, fqn: str, head: bytes, tail: bytes) -> Iterator[Checksum]:
+def _item_checksums(source: Source, where: FileRange, head: bytes, tail: bytes) -> Iterator[tuple[str, Checksum]]:
+    """Checksums of ``data.pkl`` and ``data/*`` of one item, with the members' names."""
+
     def read(offset: int, length: int) -> bytes:
         if offset + length <= len(head):
             return head[offset : offset + length]
@@ -145,12 +160,8 @@ def _item_checksums(source: Source, where: FileRange, fqn: str, head: bytes, tai
 
     place = f"{where.path}:{where.offset}"
     directory = read_directory(read, where.length, where=place, tail_nbytes=len(tail))
-    for name, member in directory.members.items():
-        is_data = name.startswith(directory.root + "data/") or name == directory.root + "data.pkl"
-        if is_data and member.crc32 and member.is_stored:
-            yield Checksum(_member_range(where, member, read, place), member.crc32, fqn)
-
-
-def _member_range(where: FileRange, member: ZipMember, read: Read, place: str) -> FileRange:
-    start = payload_offset(read, member, where=place)
-    return FileRange(where.path, where.offset + start, member.nbytes)
+    for full_name, member in directory.members.items():
+        name = full_name.removeprefix(directory.root)
+        if (name == "data.pkl" or name.startswith("data/")) and member.crc32 and member.is_stored:
+            start = payload_offset(read, member, where=place)
+            yield name, Checksum(FileRange(where.path, where.offset + start, member.nbytes), member.crc32)

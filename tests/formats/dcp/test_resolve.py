@@ -263,8 +263,8 @@ def test_checksums_that_were_not_taken() -> None:
     assert list(READER.checksums(where, READER.read(where))) == []
     where = source(row_cut().files())
     found = list(READER.checksums(where, READER.read(where)))
-    assert len(found) == 6
-    assert {checksum.fqn for checksum in found} == {"w"}
+    assert [checksum.fqn for checksum in found].count("w") == 3
+    assert [checksum.fqn for checksum in found].count(None) == 3
 
 
 def test_objects() -> None:
