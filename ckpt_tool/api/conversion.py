@@ -34,6 +34,7 @@ __all__ = [
     "default_workers",
 ]
 
+_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files"})
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -200,7 +201,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         boxes=boxes,
         world_size=1 if mesh is None else mesh.world_size,
         blobs=blobs,
-        blob_bytes=_blob_bytes(checkpoint, blobs) if writer.name == "dcp" else {},
+        blob_bytes=_blob_bytes(checkpoint, blobs) if writer.name in _KEEPS_OBJECT_BYTES else {},
         mesh_axes=() if mesh is None else mesh.axes,
         mesh_sizes=() if mesh is None else mesh.sizes,
         info=dict(source.info),

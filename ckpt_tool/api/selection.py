@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
+from ckpt_tool.errors import CoverageError
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.subset import only_tensors
@@ -36,8 +37,17 @@ def select_tensors(
 
     Raises:
         NotFound: nothing fits.
+        CoverageError: files of the source are missing, so that tensors would be lost without a word.
     """
     manifest = checkpoint.manifest
+    missing = manifest.info.get("missing_files") or ()
+    if missing:
+        named = ", ".join(str(path) for path in missing[:3])
+        raise CoverageError(
+            f"{len(missing):,} files are missing, and which tensors they held is not known: {named}",
+            where=checkpoint.url,
+            hint=f'fetch them; "ckpt verify {checkpoint.url}" lists all',
+        )
     rows = select(manifest, include=include, exclude=exclude, sections=sections or ())
     chosen = set(rows.tolist())
     dropped = []

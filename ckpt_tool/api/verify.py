@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
+from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
@@ -27,6 +29,7 @@ def verify(
     level: str = "default",
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
     """A report of everything that is found wrong.
 
@@ -37,6 +40,7 @@ def verify(
             checksums, NaN and infinities, runs of zeros in optimizer state, replicas.
         memory_budget_bytes: what buffers may take together.
         n_workers: threads that read and check; None for as many as there are cores, or as the storage likes requests.
+        progress: at the full level, called with the bytes read so far, from one thread at a time.
 
     Raises:
         NotFound: nothing is there, or nothing that reads as a checkpoint.
@@ -47,21 +51,26 @@ def verify(
         raise UsageError(f"{level!r} is no level of verification, expected one of {', '.join(LEVELS)}")
     started = time.perf_counter()
     if isinstance(checkpoint, Checkpoint):
-        return _report(checkpoint, level, memory_budget_bytes, n_workers, started)
+        return _report(checkpoint, level, memory_budget_bytes, n_workers, progress, started)
     store, listing = open_store(checkpoint)
     try:
         source = Source(store, listing)
         reader = detect(source)
         reading = read_tolerantly(reader, source)
         opened = Checkpoint(os.fspath(checkpoint), reading.source, reader, reading.manifest, memory_budget_bytes)
-        report = _report(opened, level, memory_budget_bytes, n_workers, started)
+        report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
         return replace(report, findings=sort_findings(reading.merged(report.findings)))
     finally:
         store.close()
 
 
 def _report(
-    checkpoint: Checkpoint, level: str, memory_budget_bytes: int, n_workers: int | None, started: float
+    checkpoint: Checkpoint,
+    level: str,
+    memory_budget_bytes: int,
+    n_workers: int | None,
+    progress: Callable[[Progress], None] | None,
+    started: float,
 ) -> VerifyReport:
     manifest, source = checkpoint.manifest, checkpoint.source
     extents = measure(manifest, source.listing)
@@ -80,6 +89,7 @@ def _report(
                 store=store,
                 memory_budget_bytes=memory_budget_bytes // 2,  # the other half is for decoded content and columns
                 n_workers=_n_workers(n_workers, source.store.cost.concurrency),
+                progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
             )
             findings = [*structure, *content.findings, *headers.findings]  # of equal ones the first is kept
             checked_nbytes, covered_nbytes = content.checked_nbytes, content.covered_nbytes

@@ -6,14 +6,15 @@ import re
 from dataclasses import replace
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats._content import what_is
+from ckpt_tool.formats._content import HEAD_NBYTES, content_of
 from ckpt_tool.formats.base import Probe, Reader, Source
-from ckpt_tool.formats.registry import readers
+from ckpt_tool.formats.registry import iter_readers, readers
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
 __all__ = ["detect"]
 
 _TAKEN_ABOVE = 0.5
+_SURE = 0.9
 _MAX_FOLDERS_TRIED = 64
 _UNFINISHED = "CKPT_UNFINISHED"
 
@@ -31,7 +32,12 @@ def detect(source: Source) -> Reader:
             where=url,
             hint="repeat the command that began it with --resume, or with --overwrite to start again",
         )
-    probes = [(reader.probe(source), reader) for reader in readers()]
+    probes: list[tuple[Probe, Reader]] = []
+    for reader in iter_readers():
+        probe = reader.probe(source)
+        if probe.confidence >= _SURE:  # no later reader is more specific
+            return reader
+        probes.append((probe, reader))
     best, found = max(probes, key=lambda pair: pair[0].confidence)
     if best.confidence > _TAKEN_ABOVE:
         return found
@@ -57,9 +63,9 @@ def _about_file(source: Source, probes: list[tuple[Probe, Reader]]) -> FormatErr
             where=f"{url}/{entry}",
             hint=f'give the folder: "{url}"',
         )
-    kind = what_is(source.head(entry, 512))
-    if kind is not None:
-        return FormatError(f"is {kind}, which is no checkpoint", where=f"{url}/{entry}")
+    content = content_of(source.head(entry, HEAD_NBYTES))
+    if content is not None:
+        return FormatError(f"is {content.what}, which is no checkpoint", where=f"{url}/{entry}", hint=content.fix)
     return FormatError(f"no known checkpoint format ({_reasons(probes)})", where=f"{url}/{entry}")
 
 
@@ -71,7 +77,7 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     inside = _checkpoints_below(source)
     if inside:
         listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
-        more = f" and {len(inside) - 8:,} more" if len(inside) > 8 else ""  # noqa: PLR2004 - as many as fit a line
+        more = f" and {len(inside) - 8:,} more" if len(inside) > 8 else ""
         return NotFound(
             f"holds checkpoints in its folders, but is none itself: {listed}{more}",
             where=url,

@@ -6,14 +6,14 @@ readers through the entry-point group ``ckpt_tool.readers`` (an object with the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from importlib import import_module, metadata
-from typing import Any
+from importlib import import_module
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import Reader, Writer
 
-__all__ = ["readers", "writer", "writer_names"]
+__all__ = ["iter_readers", "readers", "writer", "writer_names"]
 
 _READERS = (
     ("ckpt_tool.formats.bundle", "ACCELERATE"),
@@ -35,12 +35,24 @@ _WRITERS = {
 }
 
 
-@lru_cache(maxsize=1)
+def iter_readers() -> Iterator[Reader]:
+    """All readers, most specific first, each imported when it is reached; those of other packages last."""
+    for module, name in _READERS:
+        reader: Reader = getattr(import_module(module), name)
+        yield reader
+    yield from _plugins()
+
+
 def readers() -> tuple[Reader, ...]:
     """All readers, most specific first."""
-    found: list[Any] = [getattr(import_module(module), name) for module, name in _READERS]
-    found += [entry.load() for entry in metadata.entry_points(group="ckpt_tool.readers")]
-    return tuple(found)
+    return tuple(iter_readers())
+
+
+@lru_cache(maxsize=1)
+def _plugins() -> tuple[Reader, ...]:
+    from importlib import metadata  # costs 20 ms of start-up, and most sources are known before
+
+    return tuple(entry.load() for entry in metadata.entry_points(group="ckpt_tool.readers"))
 
 
 def writer_names() -> tuple[str, ...]:

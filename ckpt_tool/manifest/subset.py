@@ -12,8 +12,8 @@ __all__ = ["only_tensors"]
 
 
 def only_tensors(manifest: Manifest, rows: Sequence[int]) -> Manifest:
-    """``manifest`` with only the tensors at ``rows``, in table order, and their chunks."""
-    if len(rows) == len(manifest.tensors):
+    """``manifest`` with only the tensors at ``rows``, in that order, and their chunks, in table order."""
+    if list(rows) == list(range(len(manifest.tensors))):
         return manifest
     new_number = np.full(len(manifest.tensors), -1, dtype=np.int64)
     new_number[list(rows)] = np.arange(len(rows))

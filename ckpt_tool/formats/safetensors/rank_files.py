@@ -24,6 +24,7 @@ from ckpt_tool.formats.safetensors.stored import (
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
 from ckpt_tool.manifest.plain import from_plain
+from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import FileTable
 from ckpt_tool.storage.store import Listing
 
@@ -76,7 +77,11 @@ class RankFilesReader(ResolvedReader):
         notes = [*header_notes(paths, headers), *(f"{p} is not here" for p in missing[:3])]
         info = {**layout.info, "world_size": layout.world_size, **({"missing_files": missing} if missing else {})}
         mesh = MeshInfo(layout.axes, layout.mesh_sizes, LAYOUT_FILE) if layout.axes else None
-        return Manifest(self.name, source.store.url, tensors, chunks, files, blobs, mesh, info, tuple(notes))
+        manifest = Manifest(self.name, source.store.url, tensors, chunks, files, blobs, mesh, info, tuple(notes))
+        place = {fqn: row for row, fqn in enumerate(layout.order)}
+        return only_tensors(
+            manifest, sorted(range(len(tensors)), key=lambda row: place.get(tensors.fqns[row], len(place)))
+        )
 
     def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
         """All blobs, those named by ``rows`` loaded: one request each."""

@@ -23,7 +23,8 @@ tensor is stored as ``NAME@1``, a third as ``NAME@2``), ``path`` when the tensor
 stored as ``U8`` bytes in one dimension.
 
 ``ckpt_layout.json``: ``{"format": "ckpt-rank-files", "version": 1, "world_size": n, "mesh": {"axes", "sizes"},
-"files": {path: bytes}, "objects": [{"fqn", "kind", "path", "rank", "file", "offset", "length"}], "info": {..}}``.
+"files": {path: bytes}, "order": [fqn, ..], "objects": [{"fqn", "kind", "path", "rank", "file", "offset", "length"}],
+"info": {..}}``; ``order`` is that of the source, which no single rank file knows and which optimizers count by.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Layout:
     world_size: int
     files: Mapping[str, int]
     """Bytes of every other file of the folder."""
+    order: tuple[str, ...] = ()
+    """All fqns in the order of the source."""
     axes: tuple[str, ...] = ()
     mesh_sizes: tuple[int, ...] = ()
     blobs: tuple[Blob, ...] = ()
@@ -92,6 +95,7 @@ class Layout:
             "world_size": self.world_size,
             "mesh": {"axes": list(self.axes), "sizes": list(self.mesh_sizes)},
             "files": dict(self.files),
+            "order": list(self.order),
             "objects": [_blob_fields(blob) for blob in self.blobs],
             "info": dict(self.info),
         }
@@ -131,6 +135,7 @@ def parse_layout(raw: bytes) -> Layout:
         return Layout(
             world_size=_count(found["world_size"]),
             files={_text(path): _count(n) for path, n in found["files"].items()},
+            order=tuple(_text(fqn) for fqn in found["order"]),
             axes=tuple(_text(axis) for axis in found["mesh"]["axes"]),
             mesh_sizes=tuple(_count(n) for n in found["mesh"]["sizes"]),
             blobs=tuple(_blob(fields) for fields in found["objects"]),

@@ -72,6 +72,7 @@ class RankFilesWriter:
         layout = Layout(
             world_size=request.world_size,
             files={e.path: e.nbytes for e in entries},
+            order=request.tensors.fqns,
             axes=request.mesh_axes,
             mesh_sizes=request.mesh_sizes,
             blobs=blobs,
