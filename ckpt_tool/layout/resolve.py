@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from ckpt_tool.errors import LayoutError
@@ -91,6 +92,8 @@ def resolve(
             notes.add(f"read without {spelling.stripped!r}", fqn)
         if match is not None:
             layouts.append(_layout(fqn, shape, spelling, match, parameter_shapes, notes))
+        elif prod(shape) <= 1:
+            layouts.append(TensorLayout(is_whole=True))  # nothing to cut, so no rule is needed
         elif is_for_everyone(fqn, shape):
             notes.add("no part of the model, replicated", fqn)
             layouts.append(TensorLayout(is_whole=True))
@@ -155,7 +158,8 @@ def _note_missing(what: str, numbers: Sequence[int], notes: Notes) -> None:
 def _uncovered_error(uncovered: Sequence[str], n_tensors: int, rules: RuleSet) -> LayoutError:
     listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
     more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
-    patterns = list(dict.fromkeys(_pattern_for(fqn) for fqn in uncovered))
+    # One rule per parameter: it holds for the optimizer's state of it too, under whatever prefix.
+    patterns = list(dict.fromkeys(_pattern_for([*spellings(fqn, {})][-1].parameter) for fqn in uncovered))
     stanzas = "\n\n".join(f"[[rule]]\nmatch = '{pattern}'\nkind = \"replicated\"" for pattern in patterns[:_N_LISTED])
     return LayoutError(
         f"no rule of {rules.name!r} covers {len(uncovered):,} of {n_tensors:,} tensors:{listed}{more}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from ckpt_tool.manifest.optimizer import optimizer_views
 from tests.acceptance.checkpoints import Case, cases, truth
 
 CASES = list(cases())
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},
     "pp2xtp2": {"pp": 2, "tp": 2},
@@ -76,7 +77,7 @@ def test_export_all_keeps_every_bit(case: Case, to: str, tmp_path: Path) -> None
 def test_reshard_and_back(case: Case, layout: str, tmp_path: Path) -> None:
     """Moved to another layout the tensors are the truth, and after moving back to one rank they still are."""
     to = WRITERS[list(LAYOUTS).index(layout) % len(WRITERS)]
-    options = {"default": "replicate", "rank_state": "drop", "durable": False}
+    options: dict[str, Any] = {"default": "replicate", "rank_state": "drop", "durable": False}
     reshard(case.url, tmp_path / "there", to=to, **options, **LAYOUTS[layout])
     with open_checkpoint(tmp_path / "there") as checkpoint:
         assert_true(checkpoint, case)

@@ -122,8 +122,8 @@ def test_a_name_without_a_rule_is_never_guessed() -> None:
 
 
 def test_a_default_is_said() -> None:
-    """With a default, names without a rule are placed, and a note counts them."""
-    shapes: Shapes = {"mystery": (6, 2), "scalar": ()}
+    """With a default, names without a rule are placed, and a note counts them; what cannot be cut needs no rule."""
+    shapes: Shapes = {"mystery": (6, 2), "riddle": (4,), "scalar": (), "empty": (0, 3)}
     rules = builtin_families()["llama"]
     cut = place_all(shapes, default_mesh(tp=2), rules, default="shard0")
     assert held(cut, shapes, "mystery") == {0: [Box((0, 0), (3, 2))], 1: [Box((3, 0), (3, 2))]}
