@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -214,9 +214,11 @@ class ReaderTests:
             metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
 
     @pytest.fixture
-    def store(self, case: Case) -> RecordingStore:
+    def store(self, case: Case) -> Iterator[RecordingStore]:
         """The case's files, recording every request."""
-        return RecordingStore(open_store(case.location)[0])
+        store = RecordingStore(open_store(case.location)[0])
+        yield store
+        store.close()
 
     def test_probe_takes_its_own(self, case: Case, store: RecordingStore) -> None:
         """A checkpoint of this format is recognised, and the probe says by what."""

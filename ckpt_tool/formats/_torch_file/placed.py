@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -118,18 +119,20 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
         )
     order = _cut_order(placements, _attribute(spec, "shard_order"))
     try:
-        intervals = placement_intervals(
-            node.shape, [sizes[i] for i in order], [coord[i] for i in order], [placements[i] for i in order]
+        held, boxes = _held(
+            node.shape,
+            tuple(sizes[i] for i in order),
+            tuple(coord[i] for i in order),
+            tuple(placements[i] for i in order),
         )
     except LayoutError as error:
         raise FormatError(f"a DTensor of shape {list(node.shape)}: {error.message}") from error
-    held = tuple(sum(stop - start for start, stop in pieces) for pieces in intervals)
     if held != local.shape and prod(held) + prod(local.shape) > 0:
         raise FormatError(
             f"a DTensor of shape {list(node.shape)} with {_spelled(placements)} at {coord} of mesh {sizes} holds "
             f"{list(held)}, its local tensor is {list(local.shape)}"
         )
-    pieces = tuple(Piece(box, part, local) for box, part in interval_boxes(intervals)) if prod(held) else ()
+    pieces = tuple(Piece(box, part, local) for box, part in boxes)
     names = _attribute(mesh, "_mesh_dim_names") or _attribute(mesh, "mesh_dim_names") or ()
     axes = tuple(map(str, names)) if len(names) == len(sizes) else tuple(f"axis{i}" for i in range(len(sizes)))
     mesh_rank = _attribute(mesh, "_rank")
@@ -141,6 +144,16 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
         mesh=MeshInfo(axes, sizes, "the device mesh that each DTensor records"),
         mesh_rank=mesh_rank if type(mesh_rank) is int else None,
     )
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    shape: tuple[int, ...], sizes: tuple[int, ...], coord: tuple[int, ...], placements: tuple[PlacementSpec, ...]
+) -> tuple[tuple[int, ...], tuple[tuple[Box, Box], ...]]:
+    """Shape of the local tensor, and its ``(global box, local box)`` pairs; layers of a model repeat."""
+    intervals = placement_intervals(shape, sizes, coord, placements)
+    held = tuple(sum(stop - start for start, stop in pieces) for pieces in intervals)
+    return held, tuple(interval_boxes(intervals)) if prod(held) else ()
 
 
 def _mesh_sizes(mesh: object) -> tuple[int, ...]:
