@@ -238,7 +238,8 @@ def _cells(
 def _listing(stored: Sequence[_Stored], limit: int | None) -> list[Line]:
     """What each letter stands for."""
     shown = stored[:limit]
-    table: list[list[Cell]] = [[Span(name, "bold") for name in ("  box", "place", "bytes", "rank", "file", "copies")]]
+    copies = "copies" if any(len(box.copies) > 1 for box in shown) else ""
+    table: list[list[Cell]] = [[Span(name, "bold") for name in ("  box", "place", "bytes", "rank", "file", copies)]]
     for box in shown:
         files = list(dict.fromkeys(_file(each) for each in box.copies))
         more = f" and {len(files) - _FILES_SHOWN:,} more" if len(files) > _FILES_SHOWN else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.render_header import counted
-from ckpt_tool.cli.text import Cell, Line, Span, columns, cut, line, width_of
+from ckpt_tool.cli.text import Cell, Line, Span, columns, cut, line, plain, width_of
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -107,7 +107,10 @@ def tree_lines(
     n_left = 0
     if limit is not None and len(table) > limit:
         table, n_left = table[:limit], len(table) - limit
-    lines = _fitted(table, width)
+    heads: list[Cell] = [Span(head, "dim") for head in ("", "type", "shape", "size", "parts")]
+    if not any(how and not how.endswith(" each") for how in (plain(line(row[4])) for row in table)):
+        heads[4] = ""
+    lines = _fitted([heads, *table], width)
     if n_left:
         lines.append(line(Span(f"… {counted(n_left, 'more line')}; --limit 0 shows all", "dim")))
     return lines
@@ -139,11 +142,15 @@ def _entries(node: _Node) -> list[_Entry]:
     """The lines directly below a node, in order of first appearance, equal siblings together; kept in the node."""
     if node.entries is not None:
         return node.entries
-    groups: dict[tuple[str, str, int | str], list[tuple[str, _Node]]] = {}
+    groups: dict[tuple[str, str, object], list[tuple[str, _Node]]] = {}
     for name, child in node.children.items():
         tail, last = _chain(child)
-        kind = "number" if name.isdecimal() else "leaf" if _bundle(last) else "single"
-        key = (kind, tail, name if kind == "single" else last.kind)
+        bundle = _bundle(last)
+        kind = "number" if name.isdecimal() else "leaf" if bundle else "single"
+        how = (
+            {parts_text(tensor) for tensor in bundle} if kind == "leaf" else ()
+        )  # not of layers: only shapes fold them
+        key = (kind, tail, name if kind == "single" else (last.kind, frozenset(how)))
         groups.setdefault(key, []).append((name, last))
     node.entries = [_entry(kind, tail, members) for (kind, tail, _), members in groups.items()]
     return node.entries

@@ -47,7 +47,7 @@ w  float32 [8, 6]  192 B
   3:8 │                   │              C r2              │
       └───────────────────┴────────────────────────────────┘
 
-  box  place       bytes  rank  file  copies
+  box  place       bytes  rank  file
    A   [0:8, 0:2]     64  0     a
    B   [0:3, 2:6]     48  1     b
    C   [3:8, 2:6]     80  2     c"""
