@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, foreign_root, rank_metadata
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.dcp.metadata import METADATA_NAME, foreign_root, rank_metadata
 from ckpt_tool.storage.urls import join_url
 
 __all__ = ["metadata_paths", "probe"]

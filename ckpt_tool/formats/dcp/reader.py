@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._dcp import objects
+from ckpt_tool.formats._dcp.checks import checksums
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, MetadataFile, collector_paused, load_metadata, rank_metadata
+from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.formats.dcp import checks, objects, probe, resolve
-from ckpt_tool.formats.dcp.metadata import METADATA_NAME, MetadataFile, collector_paused, load_metadata, rank_metadata
-from ckpt_tool.formats.dcp.table import Tables, rank_of, tabulate
+from ckpt_tool.formats.dcp import checks, probe, resolve
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
@@ -64,7 +66,7 @@ class DcpReader:
 
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
         """CRC-32 of each tensor's storage and of each member of an object, as the zips record them."""
-        return checks.checksums(source, manifest)
+        return checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Files that are missing, cut or unknown, and items that are not what the metadata says; reads every head."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
+from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, payload_from_directory
+from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
-from ckpt_tool.formats.dcp.items import HEAD_NBYTES, ItemHeads, Payload, payload_from_directory
-from ckpt_tool.formats.dcp.merged import read_merged
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.storage.decode import decoded_blocks

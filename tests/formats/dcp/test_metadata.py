@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_tool.errors import CkptError, FormatError, UnsafePickle, Unsupported
+from ckpt_tool.formats._dcp.metadata import foreign_root, load_metadata
 from ckpt_tool.formats._pickle.nodes import Global, Size
-from ckpt_tool.formats.dcp.metadata import foreign_root, load_metadata
 from ckpt_tool.formats.dcp.reader import READER
 from tests.formats.dcp.build import Checkpoint, row_cut, saved, source
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
+from ckpt_tool.formats._dcp.items import HEAD_NBYTES
 from ckpt_tool.formats._pickle.nodes import Global, Size
 from ckpt_tool.formats.base import Source
-from ckpt_tool.formats.dcp.items import HEAD_NBYTES
 from ckpt_tool.formats.dcp.reader import READER
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_tool.dtypes import DTYPES, opaque
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.formats._dcp.written_items import ItemKinds, is_writable
 from ckpt_tool.formats._pickle.nodes import Global
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats.base import LayOut, Source, WriteRequest
 from ckpt_tool.formats.dcp.reader import READER
 from ckpt_tool.formats.dcp.writer import WRITER
-from ckpt_tool.formats.dcp.written_items import ItemKinds, is_writable
 from ckpt_tool.manifest.model import Blob, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.storage.open import open_store

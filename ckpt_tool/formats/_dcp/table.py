@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 
 from ckpt_tool.errors import FormatError, Unsupported
-from ckpt_tool.formats.dcp.metadata import MetadataFile, StorageInfo, TensorItem
+from ckpt_tool.formats._dcp.metadata import MetadataFile, StorageInfo, TensorItem
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._zip.directory import Read, read_directory, read_member
 from ckpt_tool.formats.base import Source
-from ckpt_tool.formats.dcp.merged import read_merged
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.storage.decode import decoded_blocks
 

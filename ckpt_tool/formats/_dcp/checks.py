@@ -1,0 +1,140 @@
+"""What is wrong with the files that metadata refers to, and the checksums that items record."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ckpt_tool.formats._dcp.merged import read_merged
+from ckpt_tool.formats._dcp.objects import ZSTD_KIND
+from ckpt_tool.formats._zip.directory import payload_offset, read_directory
+from ckpt_tool.formats.base import Checksum, Source
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.manifest.tables import ChunkFlag
+
+__all__ = ["checksums", "file_findings", "item_of"]
+
+_NAMES_SHOWN = 20
+_EDGE_NBYTES = 4 << 10
+"""First and last bytes of an item that hold its local headers and its directory."""
+
+
+def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    """CRC-32 of the storage of each tensor, and of the pickles around them and of objects, where one is recorded.
+
+    torch writes them always (unless ``set_crc32_options(False)``: 0) and never checks them. A safetensors blob has
+    none, and compressed items have none of the bytes as they are stored. Chunks that are resolved no longer say where
+    their item is and are passed over. Requests: two per item at most, of 4 KiB.
+    """
+    tensors, objects = _items(manifest)
+    places = [where for where in (*tensors, *objects) if where.end <= source.listing.sizes.get(where.path, -1)]
+    for where, head, tail in _edges(source, places):
+        if head[:2] != b"PK":
+            continue
+        fqn = tensors.get(where)
+        for name, checksum in _item_checksums(source, where, head, tail):
+            if fqn is None:
+                yield Checksum(checksum.where, checksum.crc32, objects[where])
+            else:
+                yield Checksum(checksum.where, checksum.crc32, fqn if name.startswith("data/") else None)
+
+
+def _items(manifest: Manifest) -> tuple[dict[FileRange, str], dict[FileRange, str]]:
+    """Stored items of tensors and of objects, with their fqns."""
+    chunks = manifest.chunks
+    tensors = {
+        item_of(manifest, row): manifest.tensors.fqns[chunks.tensor[row]]
+        for row in np.flatnonzero(chunks.flags & ChunkFlag.UNRESOLVED).tolist()
+        if manifest.files.entries[chunks.file[row]].codec is None
+    }
+    objects = {b.where: b.fqn for b in manifest.blobs if b.where is not None and b.kind != ZSTD_KIND}
+    return tensors, objects
+
+
+def item_of(manifest: Manifest, row: int) -> FileRange:
+    """The stored bytes of an unresolved chunk's item."""
+    chunks, entry = manifest.chunks, manifest.files.entries[manifest.chunks.file[row]]
+    return entry.part or FileRange(entry.path, int(chunks.offset[row]), int(chunks.length[row]))
+
+
+def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
+    """``missing-file`` (with the tensors in it), ``cut-file`` and ``unknown-file``; without a request."""
+    listing = source.listing
+    holds: dict[str, set[str]] = defaultdict(set)
+    ends: dict[str, int] = defaultdict(int)
+    for row in range(len(manifest.chunks)):
+        where = item_of(manifest, row)
+        holds[where.path].add(manifest.tensors.fqns[manifest.chunks.tensor[row]])
+        ends[where.path] = max(ends[where.path], where.end)
+    for blob in manifest.blobs:
+        if blob.where is not None:
+            holds[blob.where.path].add(blob.fqn)
+            ends[blob.where.path] = max(ends[blob.where.path], blob.where.end)
+    for path in sorted(holds):
+        nbytes = listing.sizes.get(path)
+        if nbytes is None:
+            message = f"the file is missing; it holds parts of {len(holds[path]):,} entries: {_named(holds[path])}"
+            yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, ends[path]))
+        elif ends[path] > nbytes:
+            message = f"the file has {nbytes:,} bytes, expected {ends[path]:,}: {ends[path] - nbytes:,} are missing"
+            yield Finding("cut-file", Severity.ERROR, message, where=FileRange(path, nbytes, ends[path] - nbytes))
+    for path in listing.match("*.distcp"):
+        # A rank with nothing to write leaves an empty file, which nothing refers to.
+        if path not in holds and listing.nbytes(path):
+            message = f"{listing.nbytes(path):,} bytes that the metadata does not refer to: left by an earlier save?"
+            yield Finding("unknown-file", Severity.WARNING, message, where=FileRange(path, 0, listing.nbytes(path)))
+
+
+def _named(fqns: set[str]) -> str:
+    shown = sorted(fqns)[:_NAMES_SHOWN]
+    return ", ".join(shown) + (f" and {len(fqns) - len(shown):,} more" if len(fqns) > len(shown) else "")
+
+
+def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRange, bytes, bytes]]:
+    """First and last bytes of each item."""
+    paths = sorted({where.path for where in places})
+    number = {path: index for index, path in enumerate(paths)}
+    file, offset, length = (
+        np.array(column, dtype=np.int64)
+        for column in ([number[w.path] for w in places], [w.offset for w in places], [w.length for w in places])
+    )
+    edge = np.minimum(length, _EDGE_NBYTES)
+    waiting: dict[int, bytes] = {}
+    both = read_merged(
+        source.store,
+        paths,
+        np.concatenate([file, file]),
+        np.concatenate([offset, offset + length - edge]),
+        np.concatenate([edge, edge]),
+    )
+    for position, view in both:
+        row = position % len(places)
+        other = waiting.pop(row, None)
+        if other is None:
+            waiting[row] = bytes(view)
+        else:
+            head, tail = (other, bytes(view)) if position >= len(places) else (bytes(view), other)
+            yield places[row], head, tail
+
+
+def _item_checksums(source: Source, where: FileRange, head: bytes, tail: bytes) -> Iterator[tuple[str, Checksum]]:
+    """Checksums of ``data.pkl`` and ``data/*`` of one item, with the members' names."""
+
+    def read(offset: int, length: int) -> bytes:
+        if offset + length <= len(head):
+            return head[offset : offset + length]
+        behind = offset - (where.length - len(tail))
+        if behind >= 0:
+            return tail[behind : behind + length]
+        return source.store.read(where.path, where.offset + offset, length)
+
+    place = f"{where.path}:{where.offset}"
+    directory = read_directory(read, where.length, where=place, tail_nbytes=len(tail))
+    for full_name, member in directory.members.items():
+        name = full_name.removeprefix(directory.root)
+        if (name == "data.pkl" or name.startswith("data/")) and member.crc32 and member.is_stored:
+            start = payload_offset(read, member, where=place)
+            yield name, Checksum(FileRange(where.path, where.offset + start, member.nbytes), member.crc32)
