@@ -10,19 +10,21 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.errors import CkptError
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Store
 
-__all__ = ["Blocks", "Clip", "cut_blocks", "stream_blocks"]
+__all__ = ["BlockVisitor", "Blocks", "Clip", "cut_blocks", "stream_blocks"]
 
 _ALIGNMENT = 16  # widest element; blocks are cut between elements of the span that they cut
-_BLOCKS_PER_RUN = 16
+_BLOCKS_PER_RUN = 4
 """Blocks that one worker reads in a row, so that files are read forwards."""
 
 
@@ -35,6 +37,18 @@ class Clip:
     """First byte, counted from the span's first one."""
     data: npt.NDArray[np.uint8]
     """A view into the worker's buffer, reused after the call."""
+
+
+class BlockVisitor(Protocol):
+    """Takes blocks in, from several threads and in no order."""
+
+    def visit(self, clips: list[Clip]) -> None:
+        """The parts of spans that one block holds."""
+        ...
+
+    def failed(self, where: FileRange, spans: list[int], error: CkptError) -> None:
+        """A block that cannot be read, and the spans that it holds parts of."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,38 +130,49 @@ def stream_blocks(
     *,
     store: Store,
     n_workers: int,
-    visit: Callable[[int, list[Clip]], None],
-    failed: Callable[[int, list[int], CkptError], None],
+    visitor: BlockVisitor,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Read every block once and hand its clips to ``visit(block, clips)``, from ``n_workers`` threads at a time.
+    """Read every block once and hand its clips to ``visitor``, from ``n_workers`` threads at a time.
 
-    A block that cannot be read goes to ``failed(block, spans that it holds parts of, error)`` instead. Memory: one
-    block for each worker.
+    ``progress`` gets the bytes done and those of all blocks, from one thread at a time. Memory: one block for each
+    worker.
     """
+    total_nbytes = int((blocks.stop - blocks.start).sum())
+    done_nbytes = 0
+    lock = threading.Lock()
     clip_bounds = np.searchsorted(blocks.clip_block, np.arange(len(blocks) + 1)).tolist()
     local = threading.local()
 
     def work(run: range) -> None:
+        nonlocal done_nbytes
         for block in run:
-            low, high = int(blocks.start[block]), int(blocks.stop[block])
-            spans = blocks.clip_span[clip_bounds[block] : clip_bounds[block + 1]].tolist()
-            if not spans:
-                continue
-            # Elements of the longest part come to lie on addresses that are multiples of their size.
-            longest = max(spans, key=lambda s: min(int(span_stop[s]), high) - max(int(span_start[s]), low))
-            shift = (low - int(span_start[longest])) % _ALIGNMENT
-            buffer = _buffer(local, high - low + _ALIGNMENT)
-            view = buffer[shift : shift + high - low]
-            try:
-                store.read_into(paths[blocks.file[block]], low, view.data)
-            except CkptError as error:
-                failed(block, spans, error)
-                continue
-            clips = []
-            for span in spans:
-                begin, end = max(int(span_start[span]), low), min(int(span_stop[span]), high)
-                clips.append(Clip(span, begin - int(span_start[span]), view[begin - low : end - low]))
-            visit(block, clips)
+            look_at(block)
+            if progress is not None:
+                with lock:
+                    done_nbytes += int(blocks.stop[block] - blocks.start[block])
+                    progress(done_nbytes, total_nbytes)
+
+    def look_at(block: int) -> None:
+        low, high = int(blocks.start[block]), int(blocks.stop[block])
+        spans = blocks.clip_span[clip_bounds[block] : clip_bounds[block + 1]].tolist()
+        if not spans:
+            return
+        # Elements of the longest part come to lie on addresses that are multiples of their size.
+        longest = max(spans, key=lambda s: min(int(span_stop[s]), high) - max(int(span_start[s]), low))
+        shift = (low - int(span_start[longest])) % _ALIGNMENT
+        buffer = _buffer(local, high - low + _ALIGNMENT)
+        view = buffer[shift : shift + high - low]
+        try:
+            store.read_into(paths[blocks.file[block]], low, view.data)
+        except CkptError as error:
+            visitor.failed(FileRange(paths[blocks.file[block]], low, high - low), spans, error)
+            return
+        clips = []
+        for span in spans:
+            begin, end = max(int(span_start[span]), low), min(int(span_stop[span]), high)
+            clips.append(Clip(span, begin - int(span_start[span]), view[begin - low : end - low]))
+        visitor.visit(clips)
 
     runs = [range(i, min(i + _BLOCKS_PER_RUN, len(blocks))) for i in range(0, len(blocks), _BLOCKS_PER_RUN)]
     fetch_all(work, runs, concurrency=n_workers)

@@ -6,7 +6,7 @@ One pass reads every byte that any of these wants once; memory is one block for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,11 +17,11 @@ from ckpt_tool.formats.base import Checksum
 from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
-from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, packed_strides
+from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag
 from ckpt_tool.storage.store import Store
 from ckpt_tool.verify.bits import BitPatterns, bit_patterns, scan_non_finite
 from ckpt_tool.verify.blocks import Clip, cut_blocks, stream_blocks
-from ckpt_tool.verify.places import global_indices, strides_of
+from ckpt_tool.verify.places import global_indices, is_packed
 from ckpt_tool.verify.zeros import Run, granule_maxima, joined_runs, shortest_run, zero_runs
 
 __all__ = ["ContentScan", "scan_content"]
@@ -71,6 +71,7 @@ def scan_content(
     wants_zeros: BoolArray,
     memory_budget_bytes: int,
     n_workers: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ContentScan:
     """Read the payload of chunks, and what checksums are recorded for, once.
 
@@ -82,6 +83,7 @@ def scan_content(
         wants_zeros: bool[n_tensors], whether runs of zeros are of interest.
         memory_budget_bytes: bounds the blocks of all workers together.
         n_workers: threads.
+        progress: gets bytes read and bytes to be read, from one thread at a time.
     """
     chunk_pass = _Pass(manifest, rows, checksums, wants_zeros)
     n_workers = max(min(n_workers, memory_budget_bytes // _MIN_BLOCK_BYTES), 1)
@@ -98,16 +100,8 @@ def scan_content(
         chunk_pass.stop,
         store=store,
         n_workers=n_workers,
-        visit=chunk_pass.visit,
-        failed=lambda block, spans, error: chunk_pass.failed(
-            FileRange(
-                chunk_pass.paths[blocks.file[block]],
-                int(blocks.start[block]),
-                int(blocks.stop[block] - blocks.start[block]),
-            ),
-            spans,
-            error,
-        ),
+        visitor=chunk_pass,
+        progress=progress,
     )
     return chunk_pass.finish(int((blocks.stop - blocks.start).sum()))
 
@@ -120,7 +114,7 @@ class _Pass:
     ) -> None:
         self._manifest = manifest
         self._checksums = checksums
-        self._scans = [_scan(manifest, int(row), bool(wants_zeros[manifest.chunks.tensor[row]])) for row in rows]
+        self._scans = _scans(manifest, rows, wants_zeros)
         index = dict(manifest.files.index)
         for checksum in checksums:
             index.setdefault(checksum.where.path, len(index))
@@ -136,7 +130,7 @@ class _Pass:
         self._findings: list[Finding] = []
         self._lock = threading.Lock()
 
-    def visit(self, block: int, clips: list[Clip]) -> None:  # noqa: ARG002 - the caller's signature
+    def visit(self, clips: list[Clip]) -> None:
         """Take in one block; called from several threads."""
         for clip in clips:
             if clip.span < len(self._checksums):
@@ -154,13 +148,15 @@ class _Pass:
             self._findings.append(Finding("unreadable", Severity.ERROR, said, fqn, where))
 
     def _look(self, scan: _Scan, clip: Clip) -> None:
+        if scan.patterns is None and scan.min_run is None:
+            return
         width = scan.nbytes
         first = -(-clip.start // width)  # an element that a block cuts belongs to neither
         data = clip.data[first * width - clip.start :]
         bits = data[: len(data) // width * width].view(f"u{width}")
         if scan.is_big_endian and width > 1:
             bits = bits.byteswap()
-        maxima = bits if scan.min_run is None else granule_maxima(bits)
+        maxima = bits if scan.min_run is None else granule_maxima(bits, scan.min_run)
         if scan.patterns is not None:
             found = scan_non_finite(bits, scan.patterns, maxima)
             if found is not None:
@@ -252,24 +248,30 @@ class _Pass:
         return self._manifest.tensors.fqns[int(self._manifest.chunks.tensor[row])]
 
 
-def _scan(manifest: Manifest, row: int, wants_zeros: bool) -> _Scan:  # noqa: FBT001 - private, one caller
+def _scans(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> list[_Scan]:
+    """What to look for in each chunk of ``rows``."""
     chunks, tensors = manifest.chunks, manifest.tensors
-    tensor = int(chunks.tensor[row])
-    dtype = tensors.dtypes[tensor]
-    patterns = bit_patterns(dtype)
-    itemsize = dtype.bits // 8 if dtype.bits in {8, 16, 32, 64} else 1
-    volume = int(chunks.volume[row])
-    ndim = int(tensors.ndim[tensor])
-    is_packed = strides_of(chunks, row, ndim) == packed_strides(tuple(chunks.sizes[row, :ndim].tolist()))
-    looks_for_zeros = wants_zeros and is_packed and dtype.bits in {8, 16, 32, 64}
-    return _Scan(
-        row=row,
-        nbytes=patterns.nbytes if patterns else itemsize,
-        components=dtype.bits // 8 // patterns.nbytes if patterns else 1,
-        is_big_endian=bool(chunks.flags[row] & ChunkFlag.BIG_ENDIAN),
-        patterns=patterns,
-        min_run=shortest_run(int(tensors.numel[tensor]), volume) if looks_for_zeros else None,
-    )
+    patterns = [bit_patterns(dtype) for dtype in tensors.dtypes]
+    tensor = chunks.tensor[rows]
+    volume = chunks.volume[rows]
+    looks_for_zeros = wants_zeros[tensor] & is_packed(chunks, rows) & np.isin(tensors.bits[tensor], [8, 16, 32, 64])
+    looks_for_zeros &= volume >= shortest_run(0, 0)
+    is_big_endian = (chunks.flags[rows] & np.uint8(ChunkFlag.BIG_ENDIAN)) != 0
+    columns = (rows, tensor, volume, tensors.numel[tensor], looks_for_zeros, is_big_endian)
+    scans = []
+    for row, number, n, numel, looks, is_big in zip(*(column.tolist() for column in columns), strict=True):
+        found, bits = patterns[number], tensors.dtypes[number].bits
+        scans.append(
+            _Scan(
+                row=row,
+                nbytes=found.nbytes if found else bits // 8 if bits in {8, 16, 32, 64} else 1,
+                components=bits // 8 // found.nbytes if found else 1,
+                is_big_endian=is_big,
+                patterns=found,
+                min_run=shortest_run(numel, n) if looks else None,
+            )
+        )
+    return scans
 
 
 def _combined(parts: list[tuple[int, int, int]]) -> int:

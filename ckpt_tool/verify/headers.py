@@ -15,6 +15,7 @@ from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.verify.places import packed_columns
 
 __all__ = ["finding_of", "is_resolved", "resolve_all", "restricted"]
 
@@ -87,20 +88,12 @@ def _merged(chunks: ChunkTable, done: Iterable[tuple[Int64Array, ChunkTable]]) -
         column[rows] = np.concatenate([getattr(table, name) for _, table in parts])
         columns[name] = column
     if any(table.strides is not None for _, table in parts) or chunks.strides is not None:
-        strides = _packed_columns(chunks.sizes) if chunks.strides is None else chunks.strides.copy()
+        strides = packed_columns(chunks.sizes) if chunks.strides is None else chunks.strides.copy()
         strides[rows] = np.concatenate(
-            [_packed_columns(table.sizes) if table.strides is None else table.strides for _, table in parts]
+            [packed_columns(table.sizes) if table.strides is None else table.strides for _, table in parts]
         )
         columns["strides"] = strides
     return chunks.replace(**columns)
-
-
-def _packed_columns(sizes: IntArray) -> IntArray:
-    """``int64[n, D]``: row-major strides of packed boxes."""
-    strides = np.ones_like(sizes)
-    if sizes.shape[1] > 1:
-        strides[:, :-1] = np.cumprod(np.maximum(sizes[:, :0:-1], 1), axis=1)[:, ::-1]
-    return strides
 
 
 def is_resolved(manifest: Manifest) -> BoolArray:

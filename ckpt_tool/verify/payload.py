@@ -5,7 +5,7 @@ A part that fails becomes a finding, and the rest goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,14 @@ def _own_checks(reader: Reader, source: Source, manifest: Manifest) -> Iterator[
 
 
 def check_content(
-    reader: Reader, source: Source, headers: Payload, *, store: Store, memory_budget_bytes: int, n_workers: int
+    reader: Reader,
+    source: Source,
+    headers: Payload,
+    *,
+    store: Store,
+    memory_budget_bytes: int,
+    n_workers: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Payload:
     """Recorded checksums, values, zero runs and replicas of what ``check_headers`` resolved, from every payload byte.
 
@@ -96,6 +103,7 @@ def check_content(
         wants_zeros=family_members(manifest, families),
         memory_budget_bytes=memory_budget_bytes,
         n_workers=n_workers,
+        progress=progress,
     )
     findings += scan.findings
     findings += zero_findings(manifest, families, scan.zeros)

@@ -10,7 +10,24 @@ import numpy as np
 from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.tables import ChunkTable, packed_strides
 
-__all__ = ["global_indices", "strides_of"]
+__all__ = ["global_indices", "is_packed", "packed_columns", "strides_of"]
+
+
+def packed_columns(sizes: Int64Array) -> Int64Array:
+    """``int64[n, D]``: row-major strides, in elements, of packed boxes of these sizes."""
+    strides = np.ones_like(sizes)
+    if sizes.shape[1] > 1:
+        strides[:, :-1] = np.cumprod(np.maximum(sizes[:, :0:-1], 1), axis=1)[:, ::-1]
+    return strides
+
+
+def is_packed(chunks: ChunkTable, rows: Int64Array) -> BoolArray:
+    """bool[n]: whether chunks are stored row-major without gaps."""
+    if chunks.strides is None:
+        return np.ones(len(rows), dtype=np.bool_)
+    sizes = chunks.sizes[rows]
+    packed: BoolArray = ((chunks.strides[rows] == packed_columns(sizes)) | (sizes == 1)).all(axis=1)
+    return packed
 
 
 def strides_of(chunks: ChunkTable, row: int, ndim: int) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from ckpt_tool.geometry.flat import flat_boxes
 __all__ = ["Run", "ZeroBox", "granule_maxima", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
 
 _GRANULE = 1024
+_LONG_RUN = 4 * _GRANULE
+"""Of a run this long, cut in two by a block's end, one part fills a granule."""
 _MIN_RUN = 128
 MIN_SHARE = 0.01
 """Fewer zeros than this share of a tensor are not remarkable."""
@@ -42,8 +44,10 @@ def shortest_run(numel: int, chunk_numel: int) -> int:
     return max(_MIN_RUN, min(int(numel * MIN_SHARE), chunk_numel // 4))
 
 
-def granule_maxima(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Largest of each 1,024 ``bits``, the last of fewer: where that is zero, so are all of them."""
+def granule_maxima(bits: npt.NDArray[Any], min_run: int) -> npt.NDArray[Any]:
+    """Largest of each 1,024 ``bits``, the last of fewer; ``bits`` themselves where runs may be too short for that."""
+    if min_run < _LONG_RUN:
+        return bits
     n_whole = len(bits) // _GRANULE * _GRANULE
     maxima = bits[:n_whole].reshape(-1, _GRANULE).max(axis=1)
     return maxima if n_whole == len(bits) else np.append(maxima, bits[n_whole:].max())
@@ -55,10 +59,10 @@ def zero_runs(bits: npt.NDArray[Any], min_run: int, maxima: npt.NDArray[Any]) ->
     ``maxima`` are the `granule_maxima` of ``bits``: long runs are looked for where these are zero.
 
     >>> bits = np.array([0, 1, 0, 0, 0, 1], dtype="u4")
-    >>> zero_runs(bits, 3, granule_maxima(bits))
+    >>> zero_runs(bits, 3, granule_maxima(bits, 3))
     [(0, 1), (2, 5)]
     """
-    if min_run >= 4 * _GRANULE:
+    if min_run >= _LONG_RUN:
         bounds = _suspects(bits, maxima)
         runs = [(low + a, low + b) for low, high in bounds for a, b in _exact_runs(bits[low:high])]
     else:
@@ -67,6 +71,8 @@ def zero_runs(bits: npt.NDArray[Any], min_run: int, maxima: npt.NDArray[Any]) ->
 
 
 def _exact_runs(bits: npt.NDArray[Any]) -> list[Run]:
+    if bits.all():
+        return []
     is_zero = np.zeros(len(bits) + 2, dtype=np.int8)
     is_zero[1:-1] = bits == 0
     edges = np.flatnonzero(np.diff(is_zero))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.verify.blocks import Clip, cut_blocks, stream_blocks
 
@@ -22,6 +23,29 @@ SPANS = st.lists(
     ),
     max_size=12,
 )
+
+
+class Collector:
+    """Keeps the bytes of every clip, and what failed."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[int, bytes]] = {}
+        self.addresses: set[int] = set()
+        self.failures: list[tuple[FileRange, list[int], type[CkptError]]] = []
+        self._lock = threading.Lock()
+
+    def visit(self, clips: list[Clip]) -> None:
+        """Take in one block."""
+        with self._lock:
+            for clip in clips:
+                parts = self.seen.setdefault(clip.span, {})
+                assert clip.start not in parts
+                parts[clip.start] = clip.data.tobytes()
+                self.addresses.add((clip.data.ctypes.data - clip.start) % 16)
+
+    def failed(self, where: FileRange, spans: list[int], error: CkptError) -> None:
+        """Take in one failure."""
+        self.failures.append((where, spans, type(error)))
 
 
 def columns(spans: list[tuple[int, int, int]]) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -37,21 +61,11 @@ def test_spans_are_seen_whole(spans: list[tuple[int, int, int]], block_bytes: in
     blocks = cut_blocks(file, start, stop, block_bytes=block_bytes, max_gap_bytes=gap)
     assert ((blocks.stop - blocks.start) <= block_bytes).all()
     store = RecordingStore(MemoryStore(FILES))
-    seen: dict[int, dict[int, bytes]] = {span: {} for span in range(len(spans))}
-    lock = threading.Lock()
-
-    def visit(block: int, clips: list[Clip]) -> None:
-        with lock:
-            for clip in clips:
-                assert clip.start not in seen[clip.span]
-                seen[clip.span][clip.start] = clip.data.tobytes()
-
-    def failed(block: int, of: list[int], error: CkptError) -> None:
-        raise AssertionError(error)
-
-    stream_blocks(blocks, ("a", "b"), start, stop, store=store, n_workers=n_workers, visit=visit, failed=failed)
+    found = Collector()
+    stream_blocks(blocks, ("a", "b"), start, stop, store=store, n_workers=n_workers, visitor=found)
+    assert found.failures == []
     for span, (number, low, high) in enumerate(spans):
-        assert b"".join(data for _, data in sorted(seen[span].items())) == FILES["ab"[number]][low:high]
+        assert b"".join(data for _, data in sorted(found.seen.get(span, {}).items())) == FILES["ab"[number]][low:high]
     reads = sorted((call.path, call.offset, call.offset + call.length) for call in store.calls)
     for (path, _, end), (other, begin, _) in pairwise(reads):
         assert path != other or end <= begin
@@ -75,20 +89,10 @@ def test_block_that_cannot_be_read_is_handed_over_and_the_rest_goes_on() -> None
     """A range beyond the end fails alone."""
     file, start, stop = columns([(1, 0, 50), (1, 250, 300), (0, 0, 8)])
     blocks = cut_blocks(file, start, stop, block_bytes=100, max_gap_bytes=0)
-    seen: list[int] = []
-    failures: list[tuple[list[int], type[CkptError]]] = []
-    stream_blocks(
-        blocks,
-        ("a", "b"),
-        start,
-        stop,
-        store=MemoryStore(FILES),
-        n_workers=1,
-        visit=lambda _, clips: seen.extend(clip.span for clip in clips),
-        failed=lambda _, spans, error: failures.append((spans, type(error))),
-    )
-    assert sorted(seen) == [0, 2]
-    assert failures == [([1], StorageError)]
+    found = Collector()
+    stream_blocks(blocks, ("a", "b"), start, stop, store=MemoryStore(FILES), n_workers=1, visitor=found)
+    assert sorted(found.seen) == [0, 2]
+    assert found.failures == [(FileRange("b", 250, 50), [1], StorageError)]
 
 
 @pytest.mark.parametrize("start", [0, 4, 8, 12, 5])
@@ -96,15 +100,6 @@ def test_elements_lie_on_their_own_alignment(start: int) -> None:
     """Payload may begin anywhere in a file; in memory it begins where its elements like it."""
     file, low, high = columns([(0, start, 400)])
     blocks = cut_blocks(file, low, high, block_bytes=128, max_gap_bytes=0)
-    addresses: list[int] = []
-    stream_blocks(
-        blocks,
-        ("a", "b"),
-        low,
-        high,
-        store=MemoryStore(FILES),
-        n_workers=1,
-        visit=lambda _, clips: addresses.extend(clip.data.ctypes.data - clip.start for clip in clips),
-        failed=lambda *_: None,
-    )
-    assert {address % 16 for address in addresses} == {0}
+    found = Collector()
+    stream_blocks(blocks, ("a", "b"), low, high, store=MemoryStore(FILES), n_workers=1, visitor=found)
+    assert found.addresses == {0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from ckpt_tool.api.verify import verify
-from ckpt_tool.errors import StorageError
-from ckpt_tool.formats.base import Checksum
+from ckpt_tool.engine.base import Progress
+from ckpt_tool.errors import FormatError, StorageError
+from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -208,6 +210,57 @@ def test_every_byte_is_read_once() -> None:
     checkpoint = checkpoint_of(manifest, {}, FakeReader(manifest, (checksum,)), store)
     verify(checkpoint, level="full", memory_budget_bytes=256 << 10)
     assert store.nbytes == len(data)
+
+
+def test_progress_counts_up_to_all_bytes() -> None:
+    """Done never falls, and ends at the total, with several workers too."""
+    manifest, files = stored({"w": normal(1000, 100)}, n_files=3)
+    events: list[Progress] = []
+    verify(
+        checkpoint_of(manifest, files),
+        level="full",
+        memory_budget_bytes=256 << 10,
+        n_workers=2,
+        progress=events.append,
+    )
+    done = [event.done_nbytes for event in events]
+    assert len(done) >= 6
+    assert done == sorted(done)
+    assert done[-1] == 400_000
+    assert {event.total_nbytes for event in events} == {400_000}
+
+
+class _HalfReader(FakeReader):
+    """Cannot read the checksum of one tensor, wherever it comes up."""
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """One for each chunk."""
+        for row in range(len(manifest.chunks)):
+            record = manifest.chunks.record(row, manifest.tensors, manifest.files)
+            if record.fqn == "t7":
+                raise FormatError("no directory", where=record.where.path)
+            data = source.store.read(record.where.path, record.where.offset, record.where.length)
+            yield Checksum(record.where, zlib.crc32(data), record.fqn)
+
+
+def test_one_unreadable_checksum_does_not_hide_the_others() -> None:
+    """All but the bytes of one tensor in each file are still proven."""
+    manifest, files = stored({f"t{i}": normal(6) for i in range(20)}, n_files=2)
+    reader = _HalfReader(manifest)
+    report = verify(checkpoint_of(manifest, files, reader), level="full")
+    assert [(f.kind, f.fqn, f.where.path if f.where else None) for f in report.findings] == [
+        ("checksum-unreadable", "t7", "part_0.bin"),
+        ("checksum-unreadable", "t7", "part_1.bin"),
+    ]
+    assert report.covered_nbytes == 19 * 24
+
+
+def test_replicas_by_assumption_are_said_to_be_so() -> None:
+    """Same key, different bytes, no placement: the message says why that may be."""
+    manifest, files = replicas(normal(3, 4), normal(3, 4))
+    assumed = manifest.replace(info={"replicated_by_assumption": ("model.w",)})
+    [found] = [f for f in report_of(assumed, files).findings if f.kind == "different-replicas"]
+    assert found.message.endswith("nothing in the files says how the ranks' parts belong together")
 
 
 def adam(**changes: npt.NDArray[Any]) -> tuple[Manifest, dict[str, bytes]]:
