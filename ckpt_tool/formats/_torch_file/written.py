@@ -5,13 +5,16 @@ Only what ``torch.load(weights_only=True)`` reads comes from here; objects that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.dump import dump_pickle
+from ckpt_tool.formats._pickle.nodes import Device, OrderedMap, PathText, Size
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
@@ -19,8 +22,10 @@ from ckpt_tool.formats.base import Segment
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import TensorTable, packed_strides
 
-__all__ = ["WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor"]
+__all__ = ["WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
+_ATOMS = (bool, int, float, str, bytes, DType, Size, Device)
+_SHOWN = 3
 _N_SMALL_MEMBERS = 4  # data.pkl, .format_version, .storage_alignment, byteorder stand before the storages
 
 
@@ -62,6 +67,35 @@ def blob_entry(blob: Blob) -> tuple[KeyPath, Any]:
     if storages(blob.value):
         raise Unsupported("the object has tensors inside, which stay in their own file", where=blob.fqn)
     return blob.path or (blob.fqn,), blob.value
+
+
+def weights_only_notes(blobs: Iterable[Blob]) -> tuple[str, ...]:
+    """A note about objects for which ``torch.load(weights_only=True)`` refuses a file; none when there are none."""
+    refused = list(dict.fromkeys(blob.fqn for blob in blobs if not _is_plain(blob.value)))
+    if not refused:
+        return ()
+    shown = ", ".join(refused[:_SHOWN]) + (" ..." if len(refused) > _SHOWN else "")
+    return (f"torch.load needs weights_only=False for {len(refused):,} objects: {shown}; --exclude leaves them out",)
+
+
+def _is_plain(root: Any) -> bool:
+    """Whether a value has only what torch's restricted unpickler allows (2.4 to 2.13): no numpy, no other classes."""
+    waiting = [root]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if value is None or id(value) in seen:
+            continue
+        if isinstance(value, _ATOMS) and not isinstance(value, PathText | np.generic):
+            continue
+        seen.add(id(value))
+        if type(value) in (dict, OrderedMap):
+            waiting += [*value.keys(), *value.values()]
+        elif type(value) in (list, tuple, set):
+            waiting += value
+        else:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,13 @@ import numpy.typing as npt
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.nested import nest
-from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written import (
+    WrittenFile,
+    blob_entry,
+    check_dtypes,
+    fresh_tensor,
+    weights_only_notes,
+)
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, describe_layout
 from ckpt_tool.manifest.model import FileEntry, KeyPath, Manifest, MeshInfo
@@ -78,6 +84,7 @@ class TorchRanksWriter:
             blobs=request.blobs,
             mesh=mesh,
             info={**request.info, "world_size": request.world_size},
+            notes=weights_only_notes(request.blobs),
         )
 
         def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:

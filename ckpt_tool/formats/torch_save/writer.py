@@ -10,7 +10,13 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._torch_file.nested import nest
-from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written import (
+    WrittenFile,
+    blob_entry,
+    check_dtypes,
+    fresh_tensor,
+    weights_only_notes,
+)
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
@@ -21,7 +27,10 @@ _FILE_NAME = "checkpoint.pt"
 
 
 class TorchSaveWriter:
-    """Lays out one zip as torch.save (2.13) writes it; ``torch.load(weights_only=True)`` reads it.
+    """Lays out one zip as torch.save (2.13) writes it.
+
+    ``torch.load(weights_only=True)`` reads it unless an object that is carried over is of a class that it refuses, such
+    as numpy's; a note names those.
 
     Every tensor gets a storage of its own, in the request's order: tensors that were tied in the source are written
     once for each name, for a request does not say what was tied.
@@ -71,7 +80,7 @@ class TorchSaveWriter:
             FileTable((FileEntry(path, file.zip.nbytes),)),
             blobs=blobs,
             info=dict(request.info),
-            notes=notes,
+            notes=(*notes, *weights_only_notes(blobs)),
         )
 
         def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:

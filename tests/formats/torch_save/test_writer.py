@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from ckpt_tool.dtypes import DTYPES, DType, dtype
 from ckpt_tool.errors import LayoutError, Unsupported
-from ckpt_tool.formats._pickle.nodes import Global
+from ckpt_tool.formats._pickle.nodes import Device, Global, OrderedMap, PathText, Size
 from ckpt_tool.formats.torch_save.reader import READER
 from ckpt_tool.formats.torch_save.writer import WRITER
 from ckpt_tool.geometry.box import Box
@@ -166,6 +167,36 @@ def test_objects_of_unknown_classes_are_carried_over() -> None:
     """A Namespace of arguments goes through as what it was."""
     stub = Global("argparse", "Namespace").stub()
     stub.__setstate__({"lr": 0.1})
-    data, _ = written({("w",): (dtype("int8"), (1,))}, (value(("args",), stub),))
+    tensors: dict[KeyPath, tuple[DType, tuple[int, ...]]] = {("w",): (dtype("int8"), (1,))}
+    data, _ = written(tensors, (value(("args",), stub),))
     state = torch.load(io.BytesIO(data), weights_only=False)
     assert vars(state["args"]) == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("found", "is_refused"),
+    [
+        ({"a": [1, 2.5, "x", None, True], "b": {"c": (1,)}, "d": {1, 2}, "e": b"raw"}, False),
+        (Size((1, 2)), False),
+        (dtype("bfloat16"), False),
+        (Device("cuda:0"), False),
+        (OrderedMap(), False),
+        (np.arange(3), True),
+        ([np.float64(0.5)], True),
+        (frozenset({1}), True),
+        (PathText("/a", Global("pathlib", "PosixPath")), True),
+        (Global("argparse", "Namespace").stub(), True),
+    ],
+)
+def test_what_weights_only_refuses_is_noted(found: Any, *, is_refused: bool) -> None:
+    """The note about ``weights_only`` says the same as torch does."""
+    tensors: dict[KeyPath, tuple[DType, tuple[int, ...]]] = {("w",): (dtype("int8"), (1,))}
+    notes = WRITER.lay_out(request_of(tensors, whole_boxes(tensors), blobs=(value(("x",), found),))).manifest.notes
+    data, _ = written(tensors, (value(("x",), found),))
+    if is_refused:
+        with pytest.raises(UnpicklingError):
+            load(data)
+        assert notes == ("torch.load needs weights_only=False for 1 objects: x; --exclude leaves them out",)
+    else:
+        load(data)
+        assert notes == ()
