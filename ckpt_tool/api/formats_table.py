@@ -16,17 +16,15 @@ __all__ = ["FormatRow", "Proof", "format_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One program that a format was tried with."""
+    """One thing that a program did with the format."""
 
-    direction: Literal["reads", "written for"]
+    direction: Literal["reads", "writes for"]
     program: str
-    """Name and version, and what it did."""
+    """Name and version of the program."""
+    what: str
+    """What it saved, or how it loads; empty where there is only one way."""
     evidence: str
-    """Path in the repository: a fixture, or a test."""
-
-    def __str__(self) -> str:
-        """As it is listed."""
-        return f"{self.direction} {self.program}"
+    """Path in the repository: a checkpoint, or a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,73 +43,99 @@ class FormatRow:
         return asdict(self)
 
 
-def _read(program: str, *fixtures: str) -> tuple[Proof, ...]:
-    return tuple(Proof("reads", program, f"fixtures/{fixture}") for fixture in fixtures)
+_TORCH = "torch 2.13.0"
+
+
+def _read(program: str, **fixtures: str) -> tuple[Proof, ...]:
+    """Proofs of reading: what was saved, with spaces for underscores, and the fixture that holds it."""
+    return tuple(
+        Proof("reads", program, what.replace("_", " ").strip(), f"fixtures/{path}") for what, path in fixtures.items()
+    )
+
+
+def _written(program: str, what: str, test: str) -> Proof:
+    return Proof("writes for", program, what, f"tests/formats/{test}")
 
 
 _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     "dcp": (
         "torch.distributed.checkpoint",
         (
-            *_read("torch 2.13.0: FSDP2", "torch/dcp_fsdp2_4r_fp32/ckpt"),
-            *_read("torch 2.13.0: FSDP2 x TP", "torch/dcp_fsdp2_tp_2x2/ckpt"),
-            *_read("torch 2.13.0: FSDP1", "torch/dcp_fsdp1_flat_2r/ckpt"),
-            *_read("torch 2.13.0: DDP", "torch/dcp_ddp_dedup/ckpt"),
-            *_read("torch 2.13.0: several files per rank", "torch/dcp_threads2/ckpt"),
-            *_read("torch 2.13.0: no collectives", "torch/dcp_no_collectives/ckpt"),
-            *_read("torch 2.13.0: safetensors items", "torch/dcp_safetensors/ckpt"),
-            *_read("torch 2.1.2", "torch/dcp_old_t2.1.2/ckpt"),
-            *_read("torchtitan: FSDP2 x TP", "deepspeed/torchtitan_dp2tp2/ckpt/checkpoint/step-3"),
+            *_read(
+                _TORCH,
+                FSDP2="torch/dcp_fsdp2_4r_fp32/ckpt",
+                FSDP2_with_TP="torch/dcp_fsdp2_tp_2x2/ckpt",
+                FSDP1="torch/dcp_fsdp1_flat_2r/ckpt",
+                DDP="torch/dcp_ddp_dedup/ckpt",
+                several_files_per_rank="torch/dcp_threads2/ckpt",
+                no_collectives="torch/dcp_no_collectives/ckpt",
+                not_flattened="torch/dcp_no_flatten/ckpt",
+                safetensors_items="torch/dcp_safetensors/ckpt",
+                zstd="torch/dcp_zstd/ckpt",
+            ),
+            *_read("torch 2.1.2", _="torch/dcp_old_t2.1.2/ckpt"),
+            *_read("torchtitan", FSDP2_with_TP="deepspeed/torchtitan_dp2tp2/ckpt/checkpoint/step-3"),
+            _written(_TORCH, "dcp.load", "dcp/test_writer.py"),
+            _written(_TORCH, "dcp.load on other meshes", "dcp/test_writer_distributed.py"),
         ),
     ),
     "dcp-hf": (
-        "torch.distributed.checkpoint, Hugging Face writer",
-        _read("torch 2.13.0: sharded", "torch/hf_dcp_sharded/ckpt"),
+        "torch.distributed.checkpoint in safetensors files",
+        _read(_TORCH, HuggingFaceStorageWriter="torch/hf_dcp_sharded/ckpt"),
     ),
     "rank-files": ("one safetensors file per rank, with its place in the mesh", ()),
     "safetensors-index": (
         "safetensors in several files",
         (
-            *_read("transformers 5.24.0: tied embeddings", "deepspeed/hf_st_tied/ckpt"),
-            *_read("safetensors, with an index", "torch/hf_sharded/ckpt"),
-            *_read("torch 2.13.0: consolidated", "torch/hf_dcp_consolidated/ckpt"),
+            *_read("transformers 5.24.0", tied_embeddings="deepspeed/hf_st_tied/ckpt"),
+            *_read("safetensors", with_an_index="torch/hf_sharded/ckpt"),
+            *_read(_TORCH, HuggingFaceStorageWriter_consolidated="torch/hf_dcp_consolidated/ckpt"),
         ),
     ),
     "safetensors": (
-        "safetensors, one file",
+        "safetensors; read as one file, written as one or several",
         (
-            *_read("safetensors", "torch/hf_single/ckpt"),
-            *_read("peft 0.21.2: LoRA", "deepspeed/peft_lora/ckpt"),
-            Proof("written for", "safetensors 0.8.0: safe_open", "tests/formats/safetensors/test_writer.py"),
+            *_read("safetensors", _="torch/hf_single/ckpt"),
+            *_read("peft 0.21.2", LoRA="deepspeed/peft_lora/ckpt"),
+            _written("safetensors 0.8.0", "safe_open", "safetensors/test_writer.py"),
         ),
     ),
     "hf-bin": (
         "pytorch_model.bin in several files",
         (
-            *_read("transformers 4 layout", "deepspeed/hf_bin_untied/ckpt"),
-            *_read("torch 2.13.0", "torch/hf_pytorch_bin/ckpt"),
+            *_read("the layout of transformers 4", _="deepspeed/hf_bin_untied/ckpt"),
+            *_read(_TORCH, _="torch/hf_pytorch_bin/ckpt"),
         ),
     ),
     "torch-ranks": (
         "one torch.save file per rank",
         (
-            *_read("torch 2.13.0: FSDP1 ShardedTensor", "torch/fsdp1_per_rank_pt_2r/ckpt"),
-            *_read("torch 2.13.0: FSDP2 DTensor, verl's names", "torch/verl_4r_bf16/ckpt"),
-            *_read("torch 2.13.0: DTensor, 2 x 2", "torch/verl_2d/ckpt"),
+            *_read(
+                _TORCH,
+                FSDP1_ShardedTensor="torch/fsdp1_per_rank_pt_2r/ckpt",
+                FSDP2_DTensor_with_names_of_verl="torch/verl_4r_bf16/ckpt",
+                DTensor_on_2x2="torch/verl_2d/ckpt",
+            ),
+            _written(_TORCH, "torch.load of each rank", "rank_pt/test_writer.py"),
         ),
     ),
     "torch-save": (
         "one torch.save file",
         (
-            *_read("torch 2.13.0: a training state", "torch/pt_files/ckpt/train_namespace.pt"),
-            *_read("torch 2.13.0: the legacy stream", "torch/pt_files/ckpt/train_namespace_legacy.pt"),
-            *_read("torch 2.13.0: a whole module", "torch/pt_files/ckpt/whole_module.pt"),
-            *_read("torch 2.13.0: big-endian", "torch/pt_files/ckpt/bigendian.pt"),
+            *_read(
+                _TORCH,
+                training_state="torch/pt_files/ckpt/train_namespace.pt",
+                legacy_stream="torch/pt_files/ckpt/train_namespace_legacy.pt",
+                whole_module="torch/pt_files/ckpt/whole_module.pt",
+                big_endian="torch/pt_files/ckpt/bigendian.pt",
+                deflated="torch/pt_files/ckpt/repacked_deflate.pt",
+            ),
+            _written(_TORCH, "torch.load(weights_only=True)", "torch_save/test_writer.py"),
         ),
     ),
     "accelerate": (
-        "the folder that accelerate saves: a checkpoint each for model and optimizer",
-        _read("accelerate, FSDP2", "deepspeed/accelerate_fsdp2/ckpt"),
+        "a folder of accelerate: a checkpoint each for model and optimizer",
+        _read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),
     ),
 }
 
@@ -121,6 +145,6 @@ def format_rows() -> tuple[FormatRow, ...]:
     read = [reader.name for reader in readers()]
     written = writer_names()
     return tuple(
-        FormatRow(name, name in read, name in written, *_FACTS.get(name, ("from an extension", ())))
+        FormatRow(name, name in read, name in written, *_FACTS.get(name, ("", ())))
         for name in dict.fromkeys((*read, *written))
     )

@@ -259,6 +259,7 @@ def test_every_fixture_fits(
 def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     """The proofs of the table of formats exist: checkpoints that are read as that format, or tests."""
     document = json.loads(ckpt(capsys, "formats", "--json"))
+    assert [entry["name"] for entry in document["formats"] if not entry["what"]] == []
     for entry in document["formats"]:
         for proof in entry["proofs"]:
             evidence = FIXTURES.parent / proof["evidence"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,21 @@ def test_short_helps_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line for line in printed.splitlines() if line.endswith("...")] == [
         "Usage: ckpt [OPTIONS] COMMAND [ARGS]..."
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("ckpt ins", ["inspect"]), ("ckpt reshard --dp-mode ", ["shard", "replicate"])]
+)
+def test_shell_completion(words: str, expected: list[str]) -> None:
+    """A shell is told the commands, and the values of options that are one of several words."""
+    completion = {"_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    run = subprocess.run(
+        [sys.executable, "-m", "ckpt_tool"],
+        cwd=REPOSITORY,
+        env={**os.environ, **completion},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout.split() == expected
