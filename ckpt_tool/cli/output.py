@@ -1,7 +1,8 @@
 """The sink of a command: results go to stdout, talk to stderr, each as a person, a program or a script wants it.
 
 Three modes. ``human``: tables and sentences, coloured on a terminal. ``json`` (``--json``): one JSON document on
-stdout, talk stays on stderr. ``quiet`` (``--quiet``): bare values on stdout, nothing on stderr but errors.
+stdout. ``quiet`` (``--quiet``): bare values on stdout. Only a person is talked to; the others find errors alone on
+stderr (and a progress bar, where that is a terminal and ``--quiet`` is not given).
 
 Colour follows each stream by itself: ``NO_COLOR`` turns it off, ``FORCE_COLOR`` on, otherwise a terminal has it. Knows
 nothing of checkpoints.
@@ -10,6 +11,7 @@ nothing of checkpoints.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -59,12 +61,28 @@ def document(value: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(found, list | tuple) and found and all(isinstance(item, dict | list) for item in found):
             inner = "[\n"
             for item in found:
-                yield f"{inner}    {json.dumps(item, ensure_ascii=False)}"
+                yield f"{inner}    {_text(item)}"
                 inner = ",\n"
             yield "\n  ]"
         else:
-            yield json.dumps(found, ensure_ascii=False)
+            yield _text(found)
     yield "\n}" if value else "{}"
+
+
+def _text(value: Any) -> str:
+    """``value`` as JSON; NaN and infinities, which JSON cannot say, as the texts ``nan``, ``inf`` and ``-inf``."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +113,8 @@ class Output:
             sys.stdout.writelines(f"{value}\n" for value in values)
 
     def talk(self, lines: Iterable[Line]) -> None:
-        """Print lines beside the result, unless all is to be quiet."""
-        if self.mode != "quiet":
+        """Print lines beside the result, when a person reads them: a program finds errors alone on stderr."""
+        if self.mode == "human":
             sys.stdout.flush()
             write_lines(lines, sys.stderr)
 

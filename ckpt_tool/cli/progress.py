@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.output import Output
+from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.base import Progress
@@ -26,15 +27,24 @@ def progress_bar(sink: Output, what: str) -> Iterator[Callable[[Progress], None]
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        """Bytes per second in the units of everything else here; rich's own column counts in powers of 1000."""
+
+        def render(self, task: Task) -> Text:
+            """The rate, once there is one."""
+            speed = task.finished_speed or task.speed
+            return Text(f"{format_bytes(round(speed))}/s" if speed else "", style="red")
 
     console = Console(stderr=True)
     bar_columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        RateColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     with Bar(*bar_columns, console=console, transient=True, expand=True) as bar:

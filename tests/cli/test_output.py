@@ -49,12 +49,21 @@ def test_a_document_is_json(value: dict[str, Any]) -> None:
     assert json.loads("".join(document(value))) == value
 
 
+def test_a_document_has_no_nan() -> None:
+    """What JSON cannot say is text, wherever it stands."""
+    value = {"a": float("nan"), "rows": [{"x": [1.5, float("-inf")]}]}
+    assert json.loads("".join(document(value)), parse_constant=pytest.fail) == {
+        "a": "nan",
+        "rows": [{"x": [1.5, "-inf"]}],
+    }
+
+
 @pytest.mark.parametrize(
     ("mode", "out", "err"),
-    [("human", "shown\n", "talk\n"), ("json", '{\n  "a": 1\n}\n', "talk\n"), ("quiet", "v\nw\n", "")],
+    [("human", "shown\n", "talk\n"), ("json", '{\n  "a": 1\n}\n', ""), ("quiet", "v\nw\n", "")],
 )
 def test_modes(mode: Any, out: str, err: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each mode prints its own kind of result; talk goes to stderr, and not at all when quiet."""
+    """Each mode prints its own kind of result; talk goes to stderr, and to people only."""
     sink = Output(mode)
     sink.show([line(Span("shown", "red"))])
     sink.json({"a": 1})
