@@ -23,6 +23,8 @@ _READERS = (
     ("ckpt_tool.formats.safetensors.index_file", "READER"),
     ("ckpt_tool.formats.safetensors.single", "READER"),
     ("ckpt_tool.formats.torch_save.hf_bin", "READER"),
+    ("ckpt_tool.formats.deepspeed.reader", "READER"),
+    ("ckpt_tool.formats.deepspeed.universal", "READER"),
     ("ckpt_tool.formats.rank_pt.reader", "READER"),
     ("ckpt_tool.formats.torch_save.reader", "READER"),
 )

@@ -1,0 +1,118 @@
+"""What a manifest says of a DeepSpeed checkpoint beyond its tables: mesh, info, notes; and how its shards join."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.formats.deepspeed.build import Built
+from ckpt_tool.formats.deepspeed.locate import Located
+from ckpt_tool.formats.deepspeed.modules import Weights
+from ckpt_tool.formats.deepspeed.opened import INFO_FILE, Checkpoint
+from ckpt_tool.formats.deepspeed.placement import Placement
+from ckpt_tool.formats.deepspeed.sharding import Rules
+from ckpt_tool.manifest.model import MeshInfo
+
+__all__ = ["add_notes", "facts_of", "mesh_of", "placement_of"]
+
+_SHOWN = 8
+
+
+def placement_of(found: Checkpoint, weights: Weights) -> Placement:
+    """How the ranks' shards are parts of tensors.
+
+    Raises:
+        FormatError: the record of it is none.
+        Unsupported: a pattern in it could take unbounded time.
+    """
+    info = found.universal_info
+    return Placement(
+        tp_world_size=found.tp_world_size,
+        mp_world_size=found.mp_world_size,
+        rules=None if info is None else Rules.parse(info, found.universal_info_in),
+        shapes=weights.shapes,
+        buffers=frozenset(weights.buffers),
+        owners=weights.aliases,
+    )
+
+
+def mesh_of(found: Checkpoint) -> MeshInfo:
+    """Pipeline stages, data-parallel and tensor-parallel ranks."""
+    pp = found.mp_world_size // found.tp_world_size
+    evidence = "file names, partition_count and checkpoint_parallel_dimensions"
+    return MeshInfo(("pp", "dp", "tp"), (pp, found.dp_world_size, found.tp_world_size), evidence)
+
+
+def facts_of(
+    found: Checkpoint,
+    located: Located,
+    built: Built,
+    weights: Weights,
+    placement: Placement,
+    missing: Sequence[str],
+) -> dict[str, Any]:
+    """``Manifest.info``: only what there is to say."""
+    root: Mapping[str, Any] = found.first.root
+    stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
+    facts: dict[str, Any] = {
+        "tag": located.tag,
+        "step": root.get("global_steps"),
+        "zero_stage": stage,
+        "deepspeed_version": root.get("ds_version"),
+        "world_size": found.dp_world_size * found.mp_world_size,
+        "model_dtype": None if weights.dtype is None else weights.dtype.name,
+        "missing_files": list(missing),
+        "absent_weights": built.absent,
+        "states_left_out": sorted(set(built.left_out)),
+        "replicated": sorted(placement.copies),
+        "averaged": sorted(placement.averaged),
+        "unjoined": sorted(placement.unjoined),
+        "shared": dict(sorted(weights.aliases.items())),
+        "weights_are_masters": weights.is_stage3 and bool(found.optims),
+    }
+    return {
+        key: value
+        for key, value in facts.items()
+        if isinstance(value, (str, int, list, dict)) and value not in ([], {}, False)
+    }
+
+
+def add_notes(
+    found: Checkpoint,
+    built: Built,
+    weights: Weights,
+    placement: Placement,
+    missing: Sequence[str],
+    *,
+    has_states: bool,
+) -> None:
+    """What a person should know, into ``built.assembly.notes``."""
+    notes = built.assembly.notes
+    if missing:
+        n_expected = found.dp_world_size * found.mp_world_size
+        shown = ", ".join(missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
+        notes.append(f"have {len(found.optims):,} of {n_expected:,} partitions; missing files: {shown}")
+    if not found.optims and not has_states:
+        notes.append("no optimizer partitions are here: weights only")
+    if built.absent:
+        shown = ", ".join(built.absent[:_SHOWN])
+        notes.append(f"weight data absent (frozen?) of {len(built.absent):,} parameters: {shown}")
+    if built.left_out:
+        notes.append(f"states of an unknown form are left out: {', '.join(sorted(set(built.left_out)))}")
+    if weights.is_stage3 and found.optims:
+        dtype = "low-precision" if weights.dtype is None else weights.dtype.name
+        notes.append(f"stage 3 stores no {dtype} weights: module.* are the fp32 masters under a second name")
+    if placement.averaged:
+        notes.append(
+            f"{len(placement.averaged):,} tensors are averaged over ranks by DeepSpeed; the first copy is taken"
+        )
+    if placement.unjoined:
+        notes.append(
+            f"nothing says how the shards of {len(placement.unjoined):,} tensors on {found.tp_world_size:,} "
+            f"tensor-parallel ranks join, so each is called name@tpN; put rules, as universal_checkpoint_info has "
+            f"them, into {INFO_FILE} beside the files"
+        )
+    for own, tied in weights.renamed.items():
+        notes.append(f"{own!r} is called {tied!r}: the optimizer knows no other parameter of its name")
+    if found.files.expert_optims:
+        notes.append(f"left out: {len(found.files.expert_optims):,} files expp_rank_*_optim_states.pt")

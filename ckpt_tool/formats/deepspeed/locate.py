@@ -1,0 +1,84 @@
+"""Where the tag folder of a source is: the root itself, or the folder that the tracker file ``latest`` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below, what_file
+
+__all__ = ["Located", "locate", "refuse_single_file", "single_file_text"]
+
+_MAX_TRACKER_NBYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The tag folder that is meant."""
+
+    folder: str
+    """With a slash behind it, empty for the root."""
+    tag: str | None
+    """As the tracker says it, None where the root is the tag folder."""
+
+
+def locate(source: Source, tracker: str) -> Located:
+    """The tag folder that ``tracker`` names, the root where there is none. At most one small request.
+
+    Raises:
+        NotFound: the tracker names a folder that is not here.
+        FormatError: the tracker does not hold a folder's name.
+    """
+    if tracker not in source.listing:
+        return Located("", None)
+    raw = source.head(tracker, _MAX_TRACKER_NBYTES)
+    try:
+        tag = raw.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or tag in (".", "..") or any(c in tag for c in "/\\\0\n"):
+        raise FormatError(f"expected the name of a folder, got {raw[:40]!r}", where=tracker)
+    folder = tag + "/"
+    if not any(path.startswith(folder) for path in source.listing.sizes):
+        here = tags_below(source.listing)
+        url = source.listing.url.rstrip("/")
+        raise NotFound(
+            f"names {tag!r}, and there is no such folder here",
+            where=f"{url}/{tracker}",
+            hint=f'give one of the folders that are: "{url}/{here[-1]}"' if here else "the copy is not complete",
+        )
+    return Located(folder, tag)
+
+
+def single_file_text(source: Source) -> str | None:
+    """What the one file that was named is, when it is part of a checkpoint whose other files lie beside it."""
+    entry = source.listing.entry
+    if entry is None:
+        return None
+    if entry in (LATEST, LATEST_UNIVERSAL):
+        return "the tracker file that names the last step" if tags_below(source.listing) else None
+    name = entry.rpartition("/")[2]
+    what = what_file(name)
+    if what is None:
+        return None
+    folder = entry[: len(entry) - len(name)]
+    beside = tag_files(source.listing.sizes, folder)
+    n_beside = len(beside.models) + len(beside.optims) + len(beside.layers) + len(beside.experts)
+    return what if n_beside > 1 else None
+
+
+def refuse_single_file(source: Source) -> None:
+    """Nothing, unless one file of several was named.
+
+    Raises:
+        NotFound: it says what the file is, and what to type.
+    """
+    what = single_file_text(source)
+    if what is not None:
+        url = source.listing.url.rstrip("/")
+        raise NotFound(
+            f"one file of a DeepSpeed checkpoint, not the whole: {what}",
+            where=f"{url}/{source.listing.entry}",
+            hint=f'give the folder: "{url}"',
+        )

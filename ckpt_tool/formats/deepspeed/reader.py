@@ -1,0 +1,120 @@
+"""The reader of DeepSpeed's own checkpoints, ZeRO stages 0 to 3, with pipelines, experts and tensor parallelism.
+
+Names are those of ``build``. ``mesh`` has the axes ``pp dp tp``; ``info`` has ``step``, ``zero_stage``,
+``deepspeed_version``, ``model_dtype`` and what is missing, absent or could not be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats._torch_file.described import manifest_of
+from ckpt_tool.formats._torch_file.findings import archive_findings
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.deepspeed.build import build
+from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
+from ckpt_tool.formats.deepspeed.findings import checkpoint_findings, copy_findings
+from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
+from ckpt_tool.formats.deepspeed.modules import weights_of
+from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below
+from ckpt_tool.formats.deepspeed.opened import Checkpoint, open_checkpoint
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "DeepSpeedReader"]
+
+
+class DeepSpeedReader:
+    """A tag folder, or its parent with ``latest``.
+
+    Requests: ``read`` makes three per file and one for ``latest``; ``resolve`` one per file and the local headers of
+    the rows asked for.
+    """
+
+    name = "deepspeed"
+
+    def probe(self, source: Source) -> Probe:
+        """By names alone."""
+        text = single_file_text(source)
+        if text is not None:
+            return Probe(0.95, f"{source.listing.entry} is {text}")
+        if source.listing.entry is not None:
+            return Probe(0.0, "a single file that DeepSpeed does not name so")
+        if any(path.startswith("zero/") for path in source.listing.sizes):
+            return Probe(0.3, "a folder zero/, as universal checkpoints have it")
+        here = tag_files(source.listing.sizes, "")
+        if here.is_any:
+            return Probe(0.95, f"{len(here.models):,} model states and {len(here.optims):,} optimizer partitions")
+        if LATEST in source.listing and tags_below(source.listing):
+            return Probe(0.95, "latest, beside folders with model states and optimizer partitions")
+        return Probe(0.0, "no files *mp_rank_*_model_states.pt")
+
+    def read(self, source: Source) -> Manifest:
+        """See the class for its cost.
+
+        Raises:
+            NotFound: one file of a checkpoint was named, or ``latest`` names a folder that is not here.
+            FormatError: files contradict each other or themselves.
+            Unsupported: a layout that cannot be read.
+        """
+        found, located = _opened(source)
+        weights = weights_of(found)
+        placement = placement_of(found, weights)
+        built = build(found, placement, weights)
+        built.assembly.mesh = mesh_of(found)
+        missing = _missing(found)
+        has_states = found.first.root.get("optimizer") is not None
+        add_notes(found, built, weights, placement, missing, has_states=has_states)
+        if LATEST_UNIVERSAL in source.listing:
+            built.assembly.notes.append(
+                f"{LATEST_UNIVERSAL} names a universal checkpoint beside it; this is the one in {LATEST}"
+            )
+        info = facts_of(found, located, built, weights, placement, missing)
+        manifest = manifest_of(self.name, source.listing.url, found.opened, built.entries, built.assembly, info)
+        return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """See the class for its cost."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """The blobs as they are: values come with each ``data.pkl``."""
+        del source, rows
+        return manifest.blobs
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """The CRC-32 of each storage of each file, and of the pickles."""
+        return headers.checksums(source, manifest)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Missing files, absent weights, and copies that differ: these are read."""
+        yield from checkpoint_findings(manifest)
+        names = [*manifest.info.get("replicated", ()), *manifest.info.get("unjoined", ())]
+        if names:
+            found, _ = _opened(source)
+            weights = weights_of(found)
+            yield from copy_findings(source, found, weights, names, manifest.info)
+        yield from archive_findings(source, manifest)
+
+
+def _opened(source: Source) -> tuple[Checkpoint, Located]:
+    refuse_single_file(source)
+    here = tag_files(source.listing.sizes, "")
+    located = Located("", None) if here.is_any else locate(source, LATEST)
+    files = tag_files(source.listing.sizes, located.folder)
+    if not files.is_any:
+        raise NotFound("no model states and no optimizer partitions", where=f"{source.listing.url}/{located.folder}")
+    return open_checkpoint(source, files), located
+
+
+def _missing(found: Checkpoint) -> list[str]:
+    return [
+        *found.files.missing_models(found.dp_world_size, found.mp_world_size),
+        *found.files.missing_optims(found.dp_world_size, found.mp_world_size),
+    ]
+
+
+READER = DeepSpeedReader()

@@ -1,0 +1,246 @@
+"""A join says how the shards of tensor-parallel ranks make one tensor, by ``universal_checkpoint_info``.
+
+DeepSpeed's AutoTP and Megatron-DeepSpeed write that record into the model files (version 0.2 to 0.4); its rules are
+those of ``deepspeed/checkpoint/ds_to_universal.py``, first fit: affine map, replicated, averaged, two halves, several
+parts, rows, and everything else is joined along dimension 0. Without the record nothing says how shards join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.formats.deepspeed.affine import Pair, View, box_pairs, clipped
+from ckpt_tool.formats.deepspeed.patterns import Patterns
+from ckpt_tool.geometry.box import Box
+
+__all__ = ["Join", "Rules", "identity"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One tensor out of its shards."""
+
+    shape: Shape
+    """Of the whole."""
+    pairs: Mapping[int, tuple[Pair, ...]]
+    """By tensor-parallel rank; a rank whose shard another one holds as well has none."""
+    how: str
+    is_averaged: bool = False
+    """The trainer takes the mean of the copies, which need not be equal; here the first rank's is taken."""
+
+    @property
+    def replicated_on(self) -> tuple[int, ...]:
+        """Ranks whose copy is not taken."""
+        return tuple(rank for rank, pairs in self.pairs.items() if not pairs)
+
+
+def identity(shape: Shape) -> tuple[Pair, ...]:
+    """The pair of a shard that is the whole."""
+    return (Pair(Box.whole(shape), Box.whole(shape)),)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``universal_checkpoint_info``, parsed."""
+
+    where: str
+    affine: Patterns[Mapping[str, Any]]
+    replicated: Patterns[bool]
+    averaged: Patterns[bool]
+    halves: Patterns[bool]
+    parts: Patterns[tuple[int, tuple[int, ...]]]
+    part_widths: Patterns[Sequence[Sequence[int]]]
+    rows: Patterns[bool]
+    vocabulary: Patterns[bool]
+    vocabulary_size: int | None
+    _joins: dict[tuple[str, tuple[tuple[int, Shape], ...]], Join] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def parse(cls, info: object, where: str) -> Rules:
+        """The rules of a record.
+
+        Raises:
+            FormatError: it is no record of this kind.
+        """
+        if not isinstance(info, Mapping):
+            raise FormatError(f"expected a dict of rules, got {type(info).__name__}", where=where)
+        affine = info.get("affine_map") or {}
+        params = affine.get("params", {}) if isinstance(affine, Mapping) else {}
+        if not isinstance(params, Mapping):
+            raise FormatError("the affine map has no dict of parameters", where=where)
+        size = info.get("original_vocab_size")
+        widths = info.get("sub_param_shard_widths") or {}
+        return cls(
+            where=where,
+            affine=Patterns({str(key): value for key, value in params.items() if isinstance(value, Mapping)}),
+            replicated=_patterns(info, "tp_replicated_parameter_patterns"),
+            averaged=_patterns(info, "parameter_to_average_patterns"),
+            halves=_patterns(info, "parameter_with_2_sub_params_cat_dim_0"),
+            parts=_parts(info.get("parameter_with_sub_params") or (), where),
+            part_widths=Patterns({str(key): value for key, value in widths.items()}),
+            rows=_patterns(info, "parameter_with_row_parallelism_patterns"),
+            vocabulary=_patterns(info, "vocabulary_parameter_patterns"),
+            vocabulary_size=size if type(size) is int and size > 0 else None,
+        )
+
+    def join(self, name: str, shards: Mapping[int, Shape]) -> Join:
+        """How the shards of ``name``, by tensor-parallel rank, make one tensor.
+
+        Raises:
+            FormatError: their shapes do not fit the rule.
+            Unsupported: a rule that is more than copies of boxes.
+        """
+        key = (name, tuple(sorted(shards.items())))
+        if key not in self._joins:
+            try:
+                self._joins[key] = self._without_padding(name, self._join(name, dict(sorted(shards.items()))))
+            except (FormatError, Unsupported) as error:
+                error.where = error.where or f"{self.where}: {name}"
+                raise
+        return self._joins[key]
+
+    def _join(self, name: str, shards: Mapping[int, Shape]) -> Join:
+        entry = self.affine.get(name)
+        if entry is not None:
+            return _affine(entry, shards)
+        if self.replicated.get(name):
+            return _replicated(shards, is_averaged=False)
+        if self.averaged.get(name):
+            return _replicated(shards, is_averaged=True)
+        if self.halves.get(name):
+            _check_rows(shards, 2)
+            return _concatenated(shards, 0, {rank: [s[0] // 2] * 2 for rank, s in shards.items()}, "two halves")
+        parts = self.parts.get(name)
+        if parts is not None:
+            return self._in_parts(name, shards, *parts)
+        dim = 1 if self.rows.get(name) and min(map(len, shards.values())) > 1 else 0
+        return _concatenated(shards, dim, {rank: [s[dim]] for rank, s in shards.items() if s}, f"along dimension {dim}")
+
+    def _in_parts(self, name: str, shards: Mapping[int, Shape], dim: int, sizes: tuple[int, ...]) -> Join:
+        widths = self.part_widths.get(name)
+        if any(dim >= len(shape) for shape in shards.values()):
+            raise Unsupported(f"parts along dimension {dim} of a shard of shape {list(next(iter(shards.values())))}")
+        if widths is not None:
+            own = {rank: [int(part[rank]) for part in widths] for rank in shards}
+        else:
+            own = {rank: [size // len(shards) for size in sizes] for rank in shards}
+        for rank, shape in shards.items():
+            if sum(own[rank]) != shape[dim]:
+                raise Unsupported(f"parts of {own[rank]} in a shard of shape {list(shape)}, which views it otherwise")
+        return _concatenated(shards, dim, own, f"{len(sizes)} parts along dimension {dim}")
+
+    def _without_padding(self, name: str, join: Join) -> Join:
+        """Rows behind the vocabulary are padding, and nobody's."""
+        size = self.vocabulary_size
+        if size is None or not join.shape or join.shape[0] <= size or not self.vocabulary.get(name):
+            return join
+        shape = (size, *join.shape[1:])
+        bounds = Box.whole(shape)
+        pairs = {
+            rank: tuple(cut for pair in own if (cut := clipped(pair, bounds)) is not None)
+            for rank, own in join.pairs.items()
+        }
+        return Join(shape, pairs, f"{join.how}, {join.shape[0] - size:,} rows of padding left out", join.is_averaged)
+
+
+def _patterns(info: Mapping[str, Any], key: str) -> Patterns[bool]:
+    listed = info.get(key) or ()
+    return Patterns.of(listed if isinstance(listed, (list, tuple, set, frozenset)) else (), value=True)
+
+
+def _parts(entries: object, where: str) -> Patterns[tuple[int, tuple[int, ...]]]:
+    """``[{"patterns", "shape", "partition_dim"}]``; the shape's entry along the dimension lists the parts' sizes."""
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for entry in entries if isinstance(entries, (list, tuple)) else ():
+        fields = entry if isinstance(entry, Mapping) else getattr(entry, "state", None)
+        if not isinstance(fields, Mapping):
+            raise FormatError("parameter_with_sub_params lists something that is no record", where=where)
+        shape, dim = fields.get("shape"), fields.get("partition_dim")
+        if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
+            raise FormatError(f"parts of shape {shape!r} along dimension {dim!r}", where=where)
+        sizes = shape[dim] if isinstance(shape[dim], (list, tuple)) else (shape[dim],)
+        for pattern in fields.get("patterns") or ():
+            found[str(pattern)] = (dim, tuple(int(size) for size in sizes))
+    return Patterns(found)
+
+
+def _replicated(shards: Mapping[int, Shape], *, is_averaged: bool) -> Join:
+    shapes = set(shards.values())
+    if len(shapes) != 1:
+        raise FormatError(f"said to be replicated, but shards have shapes {sorted(map(list, shapes))}")
+    (shape,) = shapes
+    first = min(shards)
+    pairs = {rank: identity(shape) if rank == first else () for rank in shards}
+    return Join(shape, pairs, "averaged" if is_averaged else "replicated", is_averaged)
+
+
+def _check_rows(shards: Mapping[int, Shape], divisor: int) -> None:
+    for shape in shards.values():
+        if not shape or shape[0] % divisor:
+            raise FormatError(f"a shard of shape {list(shape)} is not {divisor} equal parts along dimension 0")
+
+
+def _concatenated(shards: Mapping[int, Shape], dim: int, own: Mapping[int, Sequence[int]], how: str) -> Join:
+    """Part ``i`` of the whole is part ``i`` of every rank, one behind the other; then part ``i + 1``."""
+    shapes = list(shards.values())
+    rest = {(*s[:dim], *s[dim + 1 :]) for s in shapes}
+    if not all(shapes) or len(rest) != 1:
+        raise FormatError(f"shards of shapes {list(map(list, shapes))} cannot be joined along dimension {dim}")
+    pairs: dict[int, list[Pair]] = {rank: [] for rank in shards}
+    position = 0
+    done = dict.fromkeys(shards, 0)
+    for part in range(len(next(iter(own.values())))):
+        for rank, shape in shards.items():
+            size = own[rank][part]
+            sizes = (*shape[:dim], size, *shape[dim + 1 :])
+            zeros = [0] * len(shape)
+            local, whole = zeros.copy(), zeros.copy()
+            local[dim], whole[dim] = done[rank], position
+            pairs[rank].append(Pair(Box(tuple(local), sizes), Box(tuple(whole), sizes)))
+            done[rank] += size
+            position += size
+    shape = (*shapes[0][:dim], position, *shapes[0][dim + 1 :])
+    return Join(shape, {rank: tuple(own_pairs) for rank, own_pairs in pairs.items()}, how)
+
+
+def _affine(entry: Mapping[str, Any], shards: Mapping[int, Shape]) -> Join:
+    shape = _ints(entry.get("logical_shape"), "logical_shape")
+    ranks = entry.get("ranks")
+    if not isinstance(ranks, Mapping):
+        raise FormatError("an affine map without ranks")
+    by_rank = {int(rank): value for rank, value in ranks.items()}
+    pairs: dict[int, tuple[Pair, ...]] = {}
+    taken: set[Box] = set()
+    for rank, shard in shards.items():
+        own = by_rank.get(rank)
+        if not isinstance(own, Mapping) or _ints(own.get("shard_shape"), "shard_shape") != shard:
+            raise FormatError(
+                f"the affine map does not describe the shard {list(shard)} of tensor-parallel rank {rank}"
+            )
+        found: list[Pair] = []
+        for piece in own.get("pieces") or ():
+            if piece.get("scale", 1.0) != 1.0:
+                raise Unsupported(f"a piece is scaled by {piece['scale']}: only copies are read here")
+            sizes = _ints(piece.get("shape"), "shape of a piece")
+            found += box_pairs(sizes, _view(piece.get("dest"), shard), _view(piece.get("source"), shape))
+        pairs[rank] = tuple(pair for pair in found if pair.whole not in taken)
+        taken |= {pair.whole for pair in found}
+    return Join(shape, pairs, "affine map")
+
+
+def _view(value: object, of_shape: Shape) -> View:
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or type(value[0]) is not int:
+        raise FormatError("a piece of the affine map has no offset and strides")
+    strides = _ints(value[1], "strides of a piece")
+    return View(value[0], strides, of_shape)
+
+
+def _ints(value: object, what: str) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or any(type(n) is not int or n < 0 for n in value):
+        raise FormatError(f"{what} in the affine map: expected a list of numbers, got {value!r:.80}")
+    return tuple(value)
