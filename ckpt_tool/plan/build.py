@@ -18,7 +18,7 @@ from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 
-__all__ = ["PlanLimits", "make_plan"]
+__all__ = ["PlanLimits", "has_odd_strides", "make_plan", "plan_reads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,31 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan
         max_tile_nbytes=int(tiles.nbytes.max(initial=0)),
     )
     return Plan(source, target, tiles, read_pieces, write_pieces, source_tensor, casts, stats)
+
+
+def plan_reads(source: Manifest, tiles: Tiles) -> Pieces:
+    """What to read for given tiles of a manifest's tensors, however they are stored.
+
+    Of boxes that are stored more than once the first copy is read. Chunks must be resolved.
+
+    Raises:
+        CoverageError: the chunks of a tensor overlap, or leave a hole where a tile needs data.
+        Unsupported: a tile cuts a tensor of elements narrower than a byte.
+    """
+    width = tiles.offsets.shape[1]
+    available = _distinct_sources(source, tiles.tensor, width)
+    pairs = join_boxes(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
+    _check_covered(source, available.boxes, pairs, tiles)
+    _check_sub_byte(source, tiles, pairs)
+    bits = source.tensors.bits[tiles.tensor[pairs.right]]
+    return _with_rows(_pieces(pairs, source.chunks.take(available.rows), tiles, bits, width), available.rows)
+
+
+def has_odd_strides(source: Manifest) -> npt.NDArray[np.bool_]:
+    """bool[n_tensors]: some chunk is not stored in row-major order, so that a slab of it is a wide span."""
+    is_odd = np.zeros(len(source.tensors), dtype=bool)
+    is_odd[source.chunks.tensor[~_is_row_major(source.chunks)]] = True
+    return is_odd
 
 
 def _match_tensors(source: Manifest, target: Manifest) -> IntArray:
@@ -175,10 +200,8 @@ def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
 def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles, IntArray]:
     """Tiles of all regions and the region of each."""
     bits = source.tensors.bits[regions.key] if len(regions) else np.zeros(0, dtype=np.int64)
-    has_odd_strides = np.zeros(len(source.tensors), dtype=bool)
-    has_odd_strides[source.chunks.tensor[~_is_row_major(source.chunks)]] = True
     region_nbytes = np.prod(regions.sizes, axis=1) * bits // 8
-    whole = (bits % 8 != 0) | (has_odd_strides[regions.key] & (region_nbytes <= limits.max_odd_tile_bytes))
+    whole = (bits % 8 != 0) | (has_odd_strides(source)[regions.key] & (region_nbytes <= limits.max_odd_tile_bytes))
     cut = cut_tiles(regions, bits=bits, max_tile_bytes=limits.max_tile_bytes, whole=whole.astype(np.int64))
     nbytes = np.prod(cut.sizes, axis=1) * bits[cut.key] // 8
     n_units = max(1, int(-(-int(nbytes.sum()) // limits.unit_bytes)))
@@ -274,10 +297,10 @@ def _box(offsets: IntArray, sizes: IntArray, source: Manifest, tensor: int) -> B
     return Box(tuple(offsets[:ndim].tolist()), tuple(sizes[:ndim].tolist()))
 
 
-def _check_sub_byte(source: Manifest, tiles: Tiles, reads: Pairs, writes: Pairs) -> None:
+def _check_sub_byte(source: Manifest, tiles: Tiles, *joins: Pairs) -> None:
     """Raise Unsupported where a tensor of elements narrower than a byte would be cut."""
     odd = source.tensors.bits[tiles.tensor] % 8 != 0
-    for pairs in (reads, writes):
+    for pairs in joins:
         cut = odd[pairs.right] & (pairs.volume != np.prod(tiles.sizes, axis=1)[pairs.right])
         if cut.any():
             tensor = int(tiles.tensor[pairs.right[np.argmax(cut)]])

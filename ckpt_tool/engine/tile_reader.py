@@ -1,0 +1,133 @@
+"""Reads tiles: the pieces of a tile, wherever they are stored, into one buffer that is reused from tile to tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.engine.elements import apply_flags, bit_dtype
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.plan.model import Pieces, Tiles
+from ckpt_tool.storage.store import Store
+
+__all__ = ["Buffer", "TileReader", "piece_slices"]
+
+_SPAN_BYTES_ALWAYS_READ = 1 << 16
+"""A strided piece within this many bytes is read as one span: the gaps cost less than further requests."""
+
+
+class Buffer:
+    """A byte buffer that grows to the largest size asked for and is reused."""
+
+    def __init__(self) -> None:
+        self._bytes: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """uint8[nbytes]; the content is whatever was there."""
+        if len(self._bytes) < nbytes:
+            self._bytes = np.empty(nbytes, dtype=np.uint8)
+        return self._bytes[:nbytes]
+
+
+def piece_slices(tiles: Tiles, pieces: Pieces, row: int) -> tuple[slice, ...]:
+    """Index of a piece in its tile's elements."""
+    start = pieces.offsets[row] - tiles.offsets[pieces.tile[row]]
+    return tuple(slice(o, o + s) for o, s in zip(start.tolist(), pieces.sizes[row].tolist(), strict=True))
+
+
+class TileReader:
+    """Reads the tiles of one manifest, one at a time; for one thread."""
+
+    def __init__(self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store) -> None:
+        self._source = source
+        self._tiles = tiles
+        self._reads = reads
+        self._store = store
+        self._tile = Buffer()
+        self.scratch = Buffer()
+        """Holds one piece while a tile is read, and nothing between two calls."""
+        self._span = Buffer()
+
+    def read(self, tile: int) -> npt.NDArray[Any]:
+        """The tile's elements as numbers of their width, in its own shape (flat for types narrower than a byte).
+
+        A view of a buffer that the next call overwrites.
+        """
+        buffer = self._tile.take(int(self._tiles.nbytes[tile]))
+        dtype = self._source.tensors.dtypes[int(self._tiles.tensor[tile])]
+        elements = buffer.view(bit_dtype(dtype))
+        if dtype.bits % 8 == 0:
+            elements = elements.reshape(self._tiles.sizes[tile])
+        for row in range(int(self._reads.starts[tile]), int(self._reads.starts[tile + 1])):
+            self._read_piece(row, buffer, elements)
+        return elements
+
+    def _read_piece(self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any]) -> None:
+        """Put one source piece into the tile."""
+        reads = self._reads
+        flags = int(self._source.chunks.flags[reads.chunk[row]])
+        path = self._source.files.paths[reads.file[row]]
+        length = int(reads.length[row])
+        if not length:
+            return
+        if reads.is_contiguous[row] and reads.is_packed_in_tile[row] and not flags:
+            start = int(reads.tile_offset[row])
+            self._store.read_into(path, int(reads.file_offset[row]), buffer[start : start + length].data)
+            return
+        packed: npt.NDArray[Any]
+        if reads.is_contiguous[row]:
+            piece = self.scratch.take(length)
+            self._store.read_into(path, int(reads.file_offset[row]), piece.data)
+            packed = piece.view(elements.dtype)
+        else:
+            packed = self._read_strided(row, elements.dtype)
+        if flags:
+            apply_flags(packed, self._source.tensors.dtypes[int(self._tiles.tensor[reads.tile[row]])], flags)
+        elements[piece_slices(self._tiles, reads, row)] = packed.reshape(reads.sizes[row])
+
+    def _read_strided(self, row: int, element: np.dtype[Any]) -> npt.NDArray[Any]:
+        """The packed elements of a piece that is not one run of its file."""
+        reads, chunks = self._reads, self._source.chunks
+        chunk = int(reads.chunk[row])
+        sizes = reads.sizes[row].tolist()
+        width = chunks.sizes.shape[1]
+        chunk_sizes = chunks.sizes[chunk].tolist() + [1] * (len(sizes) - width)
+        strides = contiguous_strides(chunk_sizes)
+        if chunks.strides is not None:
+            strides = tuple(chunks.strides[chunk].tolist() + [1] * (len(sizes) - width))
+        strides = strides[: len(sizes)]
+        path = self._source.files.paths[reads.file[row]]
+        offset, span = int(reads.file_offset[row]), int(reads.length[row])
+        runs = byte_runs(Box((0,) * len(sizes), tuple(sizes)), strides, element.itemsize * 8)
+        needed = runs.n_runs * runs.nbytes
+        if span <= max(_SPAN_BYTES_ALWAYS_READ, 2 * needed):
+            buffer = self._span.take(span)
+            self._store.read_into(path, offset, buffer.data)
+            steps = tuple(stride * element.itemsize for stride in strides)
+            view: npt.NDArray[Any] = np.ndarray(tuple(sizes), element, buffer.data, 0, steps)
+            return np.ascontiguousarray(view).reshape(-1)
+        return self._gather(path, offset, runs).view(element)
+
+    def _gather(self, path: str, offset: int, runs: ByteRuns) -> npt.NDArray[np.uint8]:
+        """uint8[n_runs * nbytes]: the runs laid end to end, read in as few requests as the store's cost says."""
+        packed = self.scratch.take(runs.n_runs * runs.nbytes).reshape(runs.n_runs, runs.nbytes)
+        starts = runs.starts()
+        cost = self._store.cost
+        lengths = np.full(len(starts), runs.nbytes, dtype=np.int64)
+        read_start, read_length, read_of_run = merge_runs(
+            starts, lengths, max_gap_bytes=cost.max_gap_bytes, max_read_bytes=max(cost.max_read_bytes, runs.nbytes),
+            split=False,
+        )  # fmt: skip
+        order = np.argsort(read_of_run, kind="stable")
+        bounds = np.searchsorted(read_of_run[order], np.arange(len(read_start) + 1)).tolist()
+        within = np.arange(runs.nbytes)
+        for read, (start, length) in enumerate(zip(read_start.tolist(), read_length.tolist(), strict=True)):
+            buffer = self._span.take(length)
+            self._store.read_into(path, offset + start, buffer.data)
+            rows = order[bounds[read] : bounds[read + 1]]
+            packed[rows] = buffer[(starts[rows] - start)[:, None] + within]
+        return packed.reshape(-1)
