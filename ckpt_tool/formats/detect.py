@@ -33,14 +33,16 @@ def detect(source: Source) -> Reader:
             hint="repeat the command that began it with --resume, or with --overwrite to start again",
         )
     probes: list[tuple[Probe, Reader]] = []
-    for reader in iter_readers():
+    for reader in iter_readers(source.listing.paths):
         probe = reader.probe(source)
         if probe.confidence >= _SURE:  # no later reader is more specific
             return reader
         probes.append((probe, reader))
-    best, found = max(probes, key=lambda pair: pair[0].confidence)
-    if best.confidence > _TAKEN_ABOVE:
-        return found
+    if probes:
+        best, found = max(probes, key=lambda pair: pair[0].confidence)
+        if best.confidence > _TAKEN_ABOVE:
+            return found
+    probes = [(reader.probe(source), reader) for reader in readers()]
     if source.listing.entry is not None:
         raise _about_file(source, probes)
     raise _about_folder(source, probes)

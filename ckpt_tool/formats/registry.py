@@ -6,7 +6,8 @@ readers through the entry-point group ``ckpt_tool.readers`` (an object with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 
@@ -15,18 +16,21 @@ from ckpt_tool.formats.base import Reader, Writer
 
 __all__ = ["iter_readers", "readers", "writer", "writer_names"]
 
-_READERS = (
-    ("ckpt_tool.formats.bundle", "ACCELERATE"),
-    ("ckpt_tool.formats.dcp.reader", "READER"),
-    ("ckpt_tool.formats.safetensors.rank_files", "READER"),
-    ("ckpt_tool.formats.safetensors.dcp_hf", "READER"),
-    ("ckpt_tool.formats.safetensors.index_file", "READER"),
-    ("ckpt_tool.formats.safetensors.single", "READER"),
-    ("ckpt_tool.formats.torch_save.hf_bin", "READER"),
-    ("ckpt_tool.formats.deepspeed.reader", "READER"),
-    ("ckpt_tool.formats.deepspeed.universal", "READER"),
-    ("ckpt_tool.formats.rank_pt.reader", "READER"),
-    ("ckpt_tool.formats.torch_save.reader", "READER"),
+# Module, attribute, and a pattern that some path of such a checkpoint fits (empty where content decides).
+_READERS: tuple[tuple[str, str, str], ...] = (
+    # before Megatron, whose runs have a tracker of that name
+    ("ckpt_tool.formats.bytecheckpoint.reader", "READER", r"(^|/)model/\.metadata$|latest_checkpointed_iteration\.txt$"),
+    ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),
+    ("ckpt_tool.formats.dcp.reader", "READER", r"\.metadata$|\.distcp$"),
+    ("ckpt_tool.formats.safetensors.rank_files", "READER", r"rank_\d+\.safetensors$|ckpt_layout\.json$"),
+    ("ckpt_tool.formats.safetensors.dcp_hf", "READER", r"shard-\d+-.*\.safetensors$"),
+    ("ckpt_tool.formats.safetensors.index_file", "READER", r"\.safetensors(\.index\.json)?$"),
+    ("ckpt_tool.formats.safetensors.single", "READER", r"\.safetensors$|^[^/]*$"),
+    ("ckpt_tool.formats.torch_save.hf_bin", "READER", r"\.bin(\.index\.json)?$"),
+    ("ckpt_tool.formats.deepspeed.reader", "READER", r"_states\.pt$|(^|/)latest$|(^|/)zero/"),
+    ("ckpt_tool.formats.deepspeed.universal", "READER", r"(^|/)zero/|latest_universal$"),
+    ("ckpt_tool.formats.rank_pt.reader", "READER", ""),
+    ("ckpt_tool.formats.torch_save.reader", "READER", ""),
 )
 _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
@@ -37,11 +41,16 @@ _WRITERS = {
 }
 
 
-def iter_readers() -> Iterator[Reader]:
-    """All readers, most specific first, each imported when it is reached; those of other packages last."""
-    for module, name in _READERS:
-        reader: Reader = getattr(import_module(module), name)
-        yield reader
+def iter_readers(paths: Sequence[str] | None = None) -> Iterator[Reader]:
+    """All readers, most specific first, each imported when it is reached; those of other packages last.
+
+    With ``paths`` (relative to a source's root) only those whose files can be called so: importing a format costs up
+    to 60 ms.
+    """
+    for module, attribute, names in _READERS:
+        if paths is None or any(map(re.compile(names).search, paths)):
+            reader: Reader = getattr(import_module(module), attribute)
+            yield reader
     yield from _plugins()
 
 

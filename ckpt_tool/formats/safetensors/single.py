@@ -37,7 +37,7 @@ class SafetensorsReader(ResolvedReader):
         if index_paths(listing):
             return Probe(0.2, "an index lies beside the safetensors files")
         if len(paths) == 1:
-            return Probe(0.8, f"{paths[0]} is the only safetensors file")
+            return Probe(0.9, f"{paths[0]} is the only safetensors file")
         return Probe(0.0, f"{len(paths)} safetensors files at the top, expected one")
 
     def _probe_entry(self, source: Source, entry: str) -> Probe:
