@@ -20,6 +20,10 @@ __all__ = ["iter_readers", "readers", "writer", "writer_names"]
 _READERS: tuple[tuple[str, str, str], ...] = (
     # before Megatron, whose runs have a tracker of that name
     ("ckpt_tool.formats.bytecheckpoint.reader", "READER", r"(^|/)model/\.metadata$|latest_checkpointed_iteration\.txt$"),
+    # before DCP, which the first one is underneath
+    ("ckpt_tool.formats.megatron.dist_reader", "READER", r"(^|/)metadata\.json$|\.distcp$"),
+    ("ckpt_tool.formats.megatron.zarr_reader", "READER", r"/\.zarray$"),
+    ("ckpt_tool.formats.megatron.rank_reader", "READER", r"(^|/)mp_rank_[\d_]+/model_optim_rng\.pt$"),
     ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),
     ("ckpt_tool.formats.dcp.reader", "READER", r"\.metadata$|\.distcp$"),
     ("ckpt_tool.formats.safetensors.rank_files", "READER", r"rank_\d+\.safetensors$|ckpt_layout\.json$"),

@@ -1,0 +1,112 @@
+"""A location is the folder of one iteration in what the user named: the run's folder, or the iteration's own.
+
+``latest_checkpointed_iteration.txt`` (the tracker) is a text file with a number, or the word ``release``; iterations
+lie in ``iter_0000010`` or ``release`` beside it. Source: Megatron-LM ``training/checkpointing.py``, ``read_metadata``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats.base import Source
+from ckpt_tool.storage.subfolder import Subfolder, sublisting
+
+__all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})|release")
+_MAX_TRACKER_NBYTES = 64
+_SHOWN = 8
+
+IsComplete = Callable[[Iterable[str]], bool]
+"""Whether file names, relative to an iteration's folder, are those of a complete checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where one iteration lies."""
+
+    folder: str
+    """Below the source's root; empty for the root itself."""
+    notes: tuple[str, ...] = ()
+    """Which iteration was taken, and what lies beside it."""
+
+
+def iterations(source: Source) -> tuple[str, ...]:
+    """Folders of iterations directly below the source, by number, ``release`` first."""
+    folders = {path.partition("/")[0] for path in source.listing.sizes if "/" in path}
+    return tuple(sorted(folder for folder in folders if _ITERATION.fullmatch(folder)))
+
+
+def within(source: Source, folder: str) -> Source:
+    """The files of a folder of the source, with paths relative to it; the source itself for the empty name."""
+    return source if not folder else Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
+
+
+def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], bool]) -> Location | None:
+    """The iteration to read; None when there is none of this format.
+
+    At the root itself, or in its ``weights`` folder (NeMo 2); else the one that the tracker names, or without a tracker
+    the newest complete one. Costs one request for the tracker where there is one.
+
+    Args:
+        source: what the user named.
+        is_complete: whether an iteration's files are complete.
+        is_ours: whether a path, relative to the source, is one that only this format has.
+
+    Raises:
+        NotFound: the tracker names an iteration that is not there or not complete, the complete ones are listed.
+        FormatError: the tracker holds neither a number nor ``release``.
+    """
+    listing = source.listing
+    if listing.entry is not None and listing.entry != TRACKER:
+        return None
+    if is_complete(path for path in listing.sizes):
+        return Location("")
+    weights = [path.removeprefix("weights/") for path in listing.sizes if path.startswith("weights/")]
+    if is_complete(weights):
+        return Location("weights", ("the weights lie in the folder 'weights', as NeMo 2 writes them",))
+    if not any(is_ours(path) for path in listing.sizes):
+        return None
+    found = iterations(source)
+    complete = [folder for folder in found if is_complete(sublisting(listing, folder).sizes)]
+    if TRACKER in listing:
+        return _tracked(source, found, complete)
+    if not complete:
+        return None
+    others = [folder for folder in found if folder != complete[-1]]
+    note = f"no {TRACKER}: the newest complete iteration, {complete[-1]}, is read"
+    return Location(complete[-1], (note + (f"; beside it: {_listed(others)}" if others else ""),))
+
+
+def _tracked(source: Source, found: tuple[str, ...], complete: list[str]) -> Location:
+    """The iteration that the tracker names."""
+    nbytes = source.listing.nbytes(TRACKER)
+    text = source.head(TRACKER, _MAX_TRACKER_NBYTES).decode("ascii", "replace").strip()
+    where = f"{source.listing.url.rstrip('/')}/{TRACKER}"
+    if nbytes > _MAX_TRACKER_NBYTES or not (text == "release" or text.isdecimal()):
+        raise FormatError(f"expected an iteration's number or 'release', got {text[:40]!r}", where=where)
+    folder = text if text == "release" else f"iter_{int(text):07d}"
+    if folder in complete:
+        newer = [name for name in found if name > folder and folder != "release"]
+        note = f"{TRACKER} names {text}: {folder} is read"
+        if newer:
+            unfinished = [name for name in newer if name not in complete]
+            state = f", of which {_listed(unfinished)} unfinished" if unfinished else ""
+            note += f"; newer than it: {_listed(newer)}{state}"
+        return Location(folder, (note,))
+    what = "is not complete" if folder in found else "is not there"
+    listed = _listed(complete) if complete else "none"
+    raise NotFound(
+        f"{TRACKER} names {text}, but {folder} {what}; complete iterations: {listed}",
+        where=source.listing.url,
+        hint=f'name one of them: "{source.listing.url.rstrip("/")}/{complete[-1]}"' if complete else None,
+    )
+
+
+def _listed(folders: list[str]) -> str:
+    more = f" and {len(folders) - _SHOWN:,} more" if len(folders) > _SHOWN else ""
+    return ", ".join(folders[-_SHOWN:]) + more

@@ -1,0 +1,110 @@
+"""Rank files are one folder per model-parallel rank: ``mp_rank_01_000_002/model_optim_rng.pt``.
+
+The first number is the tensor-parallel rank. A second one is the pipeline stage, a third one the expert-parallel rank;
+but the stage is left out where there is one only, so that a lone second number can be either: then the run's arguments
+tell. Data-parallel ranks leave no trace. Source: Megatron-LM ``training/checkpointing.py``, ``get_checkpoint_name``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt_tool.errors import FormatError, LayoutError, NotFound
+from ckpt_tool.formats.megatron.facts import Facts
+
+__all__ = ["MODEL_FILE", "OPTIMIZER_FILE", "Grid", "RankFolder", "grid_of", "rank_folders"]
+
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFolder:
+    """One rank's folder, as its name tells."""
+
+    name: str
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which folder belongs to which model-parallel rank."""
+
+    tp: int
+    pp: int
+    ep: int
+    folders: dict[tuple[int, int, int], str]
+    """By stage, expert-parallel rank and tensor-parallel rank."""
+
+    def number(self, coord: tuple[int, int, int]) -> int:
+        """The rank's number, tensor-parallel ranks adjoining."""
+        stage, expert, tensor = coord
+        return (stage * self.ep + expert) * self.tp + tensor
+
+
+def rank_folders(paths: Iterable[str]) -> list[RankFolder]:
+    """Folders that hold a model file, by name.
+
+    >>> [f.numbers for f in rank_folders(["mp_rank_01_000/model_optim_rng.pt", "x.pt"])]
+    [(1, 0)]
+    """
+    found = []
+    for path in sorted(paths):
+        folder, _, name = path.rpartition("/")
+        match = _FOLDER.fullmatch(folder)
+        if match is not None and name == MODEL_FILE:
+            found.append(RankFolder(folder, tuple(int(number) for number in match.groups() if number is not None)))
+    return found
+
+
+def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
+    """The ranks of ``folders``, all of them there.
+
+    Raises:
+        FormatError: folders of different depth are mixed.
+        LayoutError: a second number can be a stage or an expert-parallel rank, and nothing tells which.
+        NotFound: folders are missing, by the run's arguments or because numbers are left out.
+    """
+    depths = {len(folder.numbers) for folder in folders}
+    if len(depths) != 1:
+        raise FormatError(f"folders with {' and '.join(map(str, sorted(depths)))} numbers, expected one kind")
+    depth = depths.pop()
+    is_expert = _second_is_expert(facts) if depth == 2 else False
+    coords = {}
+    for folder in folders:
+        tensor, *rest = folder.numbers
+        if depth == 1:
+            stage, expert = 0, 0
+        elif depth == 2:
+            stage, expert = (0, rest[0]) if is_expert else (rest[0], 0)
+        else:
+            stage, expert = rest
+        coords[stage, expert, tensor] = folder.name
+    seen = [max(coord[axis] for coord in coords) + 1 for axis in range(3)]
+    stated = (facts.pp, facts.ep if facts.expert_model_parallel_size else None, facts.tp)
+    pp, ep, tp = (max(a, b or 0) for a, b in zip(seen, stated, strict=True))
+    absent = [(p, e, t) for p in range(pp) for e in range(ep) for t in range(tp) if (p, e, t) not in coords]
+    if absent:
+        stage, expert, tensor = absent[0]
+        raise NotFound(
+            f"{len(absent):,} of {pp * ep * tp:,} rank folders are missing, such as tensor-parallel rank {tensor} of "
+            f"stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
+            where=folders[0].name,
+            hint="copy the folders of all model-parallel ranks",
+        )
+    if (stated[0], stated[2]) not in ((pp, tp), (None, None), (None, tp), (pp, None)):
+        raise LayoutError(f"folders of {tp} x {pp} ranks, the run's arguments say {stated[2]} x {stated[0]}")
+    return Grid(tp, pp, ep, coords)
+
+
+def _second_is_expert(facts: Facts) -> bool:
+    """Whether the second of two numbers is the expert-parallel rank."""
+    if facts.pp is None:
+        raise LayoutError(
+            "a second number in the names of rank folders is a pipeline stage or an expert-parallel rank; the files "
+            "hold no args that tell"
+        )
+    return facts.pp == 1

@@ -1,0 +1,335 @@
+"""The model of per-rank files: every rank's tensors with their place in the global weights.
+
+A tensor's key, its leading indices (layer, expert) and its cut are reckoned once; they hold for the weight itself and
+for each slot of its optimizer state, which has the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tool.errors import FormatError, LayoutError, Unsupported
+from ckpt_tool.formats._pickle.tensors import TensorRef
+from ckpt_tool.formats.megatron.facts import Facts
+from ckpt_tool.formats.megatron.live_names import LiveName, live_name, stage_offsets, uses_local_names
+from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, placed_views, view
+from ckpt_tool.formats.megatron.rank_files import Grid
+from ckpt_tool.geometry.box import Box
+
+__all__ = ["Member", "RankModel", "model_chunks"]
+
+Coord = tuple[int, int, int]
+"""Stage, expert-parallel rank, tensor-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tensor of one rank."""
+
+    name: str
+    """As the file has it."""
+    tensor: TensorRef
+    key: str
+    shape: tuple[int, ...]
+    """Of the global weight."""
+    lead: tuple[int, ...]
+    cut: str
+    rank: int
+    n_ranks: int
+    is_expert: bool
+    n_fused: int = 0
+    """Experts in it, when it is all of the rank's experts at once."""
+    is_shared: bool = False
+    """An embedding that the first and the last stage share: each has a copy."""
+
+    def placed(self, tensor: TensorRef) -> list[tuple[Box, TensorRef]]:
+        """The boxes of the global weight that ``tensor``, of this one's shape, holds, with the parts that they are."""
+        if not self.n_fused:
+            return placed_views(tensor, self.cut, self.lead, self.rank, self.n_ranks)
+        found = []
+        for expert in range(self.n_fused):
+            *lead, first = self.lead
+            part = _transposed_expert(tensor, expert, self.n_fused, is_first="linear_fc1" in self.key)
+            found += placed_views(part, self.cut, (*lead, first + expert), self.rank, self.n_ranks)
+        return found
+
+
+@dataclass
+class RankModel:
+    """All members, by rank and model chunk, in the order of the files."""
+
+    members: dict[tuple[Coord, int], list[Member]] = field(default_factory=dict)
+    stages: list[list[int]] = field(default_factory=list)
+    """Global layers of each stage."""
+    extra_states: list[tuple[str, Any]] = field(default_factory=list)
+    """Name and value of objects that belong to modules (``_extra_state``), by layer."""
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Mapping[Coord, Sequence[Mapping[str, Any]]],
+        grid: Grid,
+        facts: Facts,
+        rules: ParallelRules,
+        where: str,
+    ) -> RankModel:
+        """The model in the state dicts of all ranks.
+
+        Args:
+            chunks: by rank, the state dict of each of its model chunks.
+            grid: the ranks.
+            facts: arguments of the run.
+            rules: how weights are cut.
+            where: names the checkpoint in messages.
+
+        Raises:
+            FormatError: ranks of a stage hold different layers, or fewer layers than the run had.
+            LayoutError: a weight is cut, and no rule says how.
+            Unsupported: experts are cut otherwise than the rest.
+        """
+        found = cls()
+        plan = _plan(chunks, grid, facts, rules, where)
+        found.stages = [
+            sorted(
+                plan.offsets[stage, chunk] + layer
+                for (at, chunk), layers in plan.held.items()
+                if at == stage
+                for layer in layers
+            )
+            for stage in range(grid.pp)
+        ]
+        if not plan.is_stacked:
+            found.notes.append("layers differ in their tensors: each has names of its own")
+        for coord, of_rank in chunks.items():
+            for number, chunk in enumerate(of_rank):
+                found.members[coord, number] = list(plan.members(coord, number, chunk))
+                if coord[2] == 0:
+                    found.extra_states += plan.extra_states(coord, number, chunk)
+        found.extra_states = list(dict(found.extra_states).items())
+        return found
+
+
+def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
+    """The state dicts of a file's model chunks: ``model``, or ``model0``, ``model1`` ...
+
+    Raises:
+        FormatError: no model in it.
+        Unsupported: a model from before mcore.
+    """
+    keys = [key for key in root if isinstance(key, str)] if isinstance(root, dict) else []
+    names = [key for key in keys if key.startswith("model") and key[5:].isdecimal()]
+    ordered = ["model"] if "model" in keys else sorted(names, key=lambda name: int(name[5:]))
+    chunks: list[Mapping[str, Any]] = [root[name] for name in ordered]
+    if not chunks or not all(isinstance(chunk, dict) and all(type(k) is str for k in chunk) for chunk in chunks):
+        raise FormatError(f"no model among the keys {keys[:8]}", where=where)
+    if any("language_model" in chunk for chunk in chunks):
+        raise Unsupported(
+            "a model from before mcore: nested under 'language_model', with other names and another order of q, k, v",
+            where=where,
+            hint="load it with the Megatron-LM that wrote it, and save it with --use-mcore-models",
+        )
+    return chunks
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What holds for all ranks."""
+
+    grid: Grid
+    facts: Facts
+    rules: ParallelRules
+    where: str
+    local_names: Mapping[str, str]
+    held: Mapping[tuple[int, int], set[int]]
+    offsets: Mapping[tuple[int, int], int]
+    n_layers: int
+    n_local_experts: int
+    is_stacked: bool
+
+    def members(self, coord: Coord, chunk: int, state: Mapping[str, Any]) -> Iterator[Member]:
+        """The tensors of one chunk of one rank."""
+        stage, expert_rank, tensor_rank = coord
+        for name, tensor in state.items():
+            if not isinstance(tensor, TensorRef):
+                continue
+            live = live_name(name, self.local_names)
+            key, lead, lead_shape = self._key(live, self.offsets[stage, chunk])
+            n_fused = 0
+            if live.is_expert:
+                n_fused = self.n_local_experts if live.is_fused else 0
+                lead = (*lead, expert_rank * self.n_local_experts + (live.expert or 0))
+                lead_shape = (*lead_shape, self.n_local_experts * self.grid.ep)
+            cut = self._cut(name, live, tensor, state)
+            member = Member(
+                name, tensor, key, (), lead, cut, tensor_rank, self.grid.tp, live.is_expert, n_fused,
+                is_shared=self._is_shared(stage, name),
+            )  # fmt: skip
+            if member.is_shared:
+                member = replace(member, key="embedding.word_embeddings.weight")
+            shape = _local_shape(member)
+            if cut not in ("whole", "buffer"):
+                dim = 1 if cut == "row" else 0
+                shape = (*shape[:dim], shape[dim] * self.grid.tp, *shape[dim + 1 :])
+            yield replace(member, shape=(*lead_shape, *shape))
+
+    def extra_states(self, coord: Coord, chunk: int, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Objects of modules, named as distributed checkpoints name them."""
+        stage, expert_rank, _ = coord
+        for name, value in state.items():
+            if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
+                continue
+            live = live_name(name, self.local_names)
+            if live.layer is None:
+                yield f"model.{name}", value
+                continue
+            index = [self.offsets[stage, chunk] + live.layer]
+            shape = [self.n_layers]
+            if live.is_expert and live.expert is not None:
+                index.append(expert_rank * self.n_local_experts + live.expert)
+                shape.append(self.n_local_experts * self.grid.ep)
+            joined = [".".join(map(str, numbers)) for numbers in (index, shape)]
+            yield f"model.decoder.layers.{live.rest}/shard_{joined[0]}_{joined[1]}", value
+
+    def _key(self, live: LiveName, first_layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """Key, leading index and leading shape, without the expert's."""
+        if live.layer is None:
+            return live.rest, (), ()
+        layer = first_layer + live.layer
+        if self.is_stacked:
+            return f"decoder.layers.{live.rest}", (layer,), (self.n_layers,)
+        return f"decoder.layers.{layer}.{live.rest}", (), ()
+
+    def _cut(self, name: str, live: LiveName, tensor: TensorRef, state: Mapping[str, Any]) -> str:
+        cut = self.rules.cut(live.rest)
+        if cut is None and self.grid.tp > 1:
+            raise LayoutError(
+                f"no rule says how {live.rest!r} (here {list(tensor.shape)}) is cut over {self.grid.tp} "
+                "tensor-parallel ranks",
+                where=self.where,
+                hint=f"put a file {OWN_RULES} beside the rank folders, with lines such as: [[rule]] names = "
+                f"['{live.rest}'] cut = \"column\" (or row, gated, whole, buffer)",
+            )
+        if cut != "gated" or self.grid.tp == 1:
+            return cut or "whole"
+        return "gated" if self._is_gated(name, live, tensor, state) else "column"
+
+    def _is_gated(self, name: str, live: LiveName, tensor: TensorRef, state: Mapping[str, Any]) -> bool:
+        """Whether the first layer of an MLP is twice as wide as the second one is deep."""
+        partner = "weight2" if live.is_fused else "linear_fc2"
+        first = name.replace(".bias", ".weight")
+        second = state.get(first.replace("weight1" if live.is_fused else "linear_fc1", partner))
+        if not isinstance(second, TensorRef) or len(second.shape) != 2:
+            if self.facts.swiglu is not None:
+                return self.facts.swiglu
+            raise LayoutError(f"whether {name!r} is gated is not known: no second layer", where=self.where)
+        rows, depth = (tensor.shape[1], second.shape[0]) if live.is_fused else (tensor.shape[0], second.shape[1])
+        if rows not in (depth, 2 * depth):
+            raise LayoutError(
+                f"{name!r} has {rows:,} rows, its second layer {depth:,} columns: neither as many nor twice as many",
+                where=self.where,
+            )
+        return rows == 2 * depth
+
+    def _is_shared(self, stage: int, name: str) -> bool:
+        """Whether it is one of the two copies of a tied embedding."""
+        if self.facts.untie_embeddings_and_output_weights is not False or self.grid.pp == 1:
+            return False
+        return (stage, name) in ((0, "embedding.word_embeddings.weight"), (self.grid.pp - 1, "output_layer.weight"))
+
+
+@dataclass
+class _Census:
+    """What the names of all ranks tell."""
+
+    held: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    """Layers of each model chunk, by stage and chunk, numbered within it."""
+    layers: dict[tuple[int, int, int], dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Names and shapes in each layer, as the first rank of its stage has them."""
+    n_local_experts: int = 0
+    has_experts: bool = False
+
+    def add(self, coord: Coord, number: int, chunk: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
+        """Count one chunk of one rank.
+
+        Raises:
+            FormatError: another rank of the stage has other layers.
+        """
+        stage, *ranks = coord
+        held: set[int] = set()
+        for name, value in chunk.items():
+            live = live_name(name, names)
+            self.has_experts |= live.is_expert
+            self.n_local_experts = max(self.n_local_experts, (-1 if live.expert is None else live.expert) + 1)
+            if live.layer is None or not isinstance(value, TensorRef):
+                continue
+            held.add(live.layer)
+            if not any(ranks):
+                self.layers.setdefault((stage, number, live.layer), {})[live.rest] = value.shape
+        if self.held.setdefault((stage, number), held) != held:
+            raise FormatError(f"ranks of stage {stage} hold different layers", where=where)
+
+
+def _plan(
+    chunks: Mapping[Coord, Sequence[Mapping[str, Any]]], grid: Grid, facts: Facts, rules: ParallelRules, where: str
+) -> _Plan:
+    names = [name for of_rank in chunks.values() for chunk in of_rank for name in chunk]
+    local_names = rules.local_names if uses_local_names(names, facts.transformer_impl) else {}
+    census = _Census()
+    n_chunks = {len(of_rank) for of_rank in chunks.values()}
+    if len(n_chunks) != 1:
+        raise FormatError(f"ranks have {' and '.join(map(str, sorted(n_chunks)))} model chunks", where=where)
+    for coord, of_rank in chunks.items():
+        for number, chunk in enumerate(of_rank):
+            census.add(coord, number, chunk, local_names, where)
+    n_local_experts = _n_local_experts(census, grid, facts, where)
+    offsets = stage_offsets({place: sorted(layers) for place, layers in census.held.items()}, where)
+    n_layers = sum(len(layers) for layers in census.held.values())
+    if facts.num_layers not in (None, n_layers):
+        raise FormatError(
+            f"the files hold {n_layers:,} layers in {grid.pp} stages, the run's arguments say {facts.num_layers:,}",
+            where=where,
+        )
+    is_stacked = len({tuple(sorted(layer.items())) for layer in census.layers.values()}) <= 1
+    return _Plan(grid, facts, rules, where, local_names, census.held, offsets, n_layers, n_local_experts, is_stacked)
+
+
+def _n_local_experts(census: _Census, grid: Grid, facts: Facts, where: str) -> int:
+    """Experts on each rank, by names, or for fused ones by the run's arguments; 0 without experts."""
+    if not census.has_experts:
+        return 0
+    if facts.etp not in (None, grid.tp):
+        raise Unsupported(f"experts of {facts.etp} tensor-parallel ranks, the rest of {grid.tp}", where=where)
+    found = census.n_local_experts
+    if not found:
+        if facts.num_experts is None:
+            raise LayoutError("how many experts a fused weight holds is not known: no args.num_experts", where=where)
+        return facts.num_experts // grid.ep
+    if facts.num_experts not in (None, found * grid.ep):
+        raise FormatError(f"{found} experts on each of {grid.ep} ranks, the run had {facts.num_experts}", where=where)
+    return found
+
+
+def _local_shape(member: Member) -> tuple[int, ...]:
+    """The shape of one expert's, or one layer's, part on this rank, in the order of the global weight."""
+    if not member.n_fused:
+        return member.tensor.shape
+    is_first = "linear_fc1" in member.key
+    return _transposed_expert(member.tensor, 0, member.n_fused, is_first=is_first).shape
+
+
+def _transposed_expert(tensor: TensorRef, expert: int, n_experts: int, *, is_first: bool) -> TensorRef:
+    """One expert out of a fused weight: stored input by output, one expert after another.
+
+    mcore's ``GroupedMLP`` views its two-dimensional parameters as ``[experts, hidden, -1]`` and ``[experts, -1,
+    hidden]`` (transformer/moe/experts.py, 0.8 to 0.15), whatever their own two dimensions say.
+    """
+    hidden = tensor.shape[0] if is_first else tensor.shape[1]
+    width, left = divmod(tensor.numel, n_experts * hidden)
+    if left or len(tensor.shape) != 2:
+        raise FormatError(f"a fused weight of shape {list(tensor.shape)} does not hold {n_experts} experts")
+    rows, columns = (hidden, width) if is_first else (width, hidden)
+    one = view(tensor, expert * rows * columns, (rows, columns))
+    return replace(one, shape=(columns, rows), strides=(1, columns))

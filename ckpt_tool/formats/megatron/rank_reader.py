@@ -1,0 +1,250 @@
+"""The reader of Megatron's legacy checkpoints: files of weights and of optimizer state per model-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
+from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
+from ckpt_tool.formats._torch_file.entries import entries_of
+from ckpt_tool.formats._torch_file.findings import archive_findings
+from ckpt_tool.formats._torch_file.placed import Piece
+from ckpt_tool.formats._torch_file.rows import Rows, StoragePlace
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.megatron.common_state import Common, common_of
+from ckpt_tool.formats.megatron.facts import Facts
+from ckpt_tool.formats.megatron.gathered import bucket_ends
+from ckpt_tool.formats.megatron.joined import joined, with_folder
+from ckpt_tool.formats.megatron.keys import state_name, weight_name
+from ckpt_tool.formats.megatron.location import Location, locate, within
+from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
+from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, OPTIMIZER_FILE, Grid, grid_of, rank_folders
+from ckpt_tool.formats.megatron.rank_model import Coord, Member, RankModel, model_chunks
+from ckpt_tool.formats.megatron.rank_state import buffers_of, states_of, stored_buffers
+from ckpt_tool.formats.megatron.replicas import replica_findings
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "MegatronLegacyReader"]
+
+
+class MegatronLegacyReader:
+    """``mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt`` with ``distrib_optim.pt``; the run's folder or an iteration's."""
+
+    name = "megatron-legacy"
+
+    def probe(self, source: Source) -> Probe:
+        """By file names; one request for a tracker."""
+        try:
+            location = locate(source, _is_complete, lambda path: "mp_rank_" in path)
+        except (FormatError, NotFound) as error:
+            return Probe(0.95, str(error))
+        if location is None:
+            return Probe(0.0, f"no mp_rank_*/{MODEL_FILE}, here or in an iteration's folder")
+        n_folders = len(rank_folders(within(source, location.folder).listing.sizes))
+        return Probe(0.95, f"{n_folders:,} folders mp_rank_* with {MODEL_FILE}")
+
+    def read(self, source: Source) -> Manifest:
+        """The manifest; payload offsets are reckoned, and unresolved.
+
+        Requests: the tracker where there is one, own rules likewise, and three for each file.
+
+        Raises:
+            NotFound: rank folders are missing, or the tracker's iteration.
+            FormatError: files contradict each other or the run's arguments.
+            LayoutError: a weight is cut over ranks, and no rule says how; or a fact is missing.
+        """
+        location = locate(source, _is_complete, lambda path: "mp_rank_" in path)
+        if location is None:
+            raise NotFound(f"no mp_rank_*/{MODEL_FILE}", where=source.listing.url)
+        inner = within(source, location.folder)
+        folders = rank_folders(inner.listing.sizes)
+        opened = open_torch_files(inner, [f"{folder.name}/{MODEL_FILE}" for folder in folders])
+        by_folder = {folder.name: file for folder, file in zip(folders, opened, strict=True)}
+        first = _common(opened[0])
+        facts = first.facts
+        grid = grid_of(folders, facts)
+        files = {coord: by_folder[name] for coord, name in grid.folders.items()}
+        common = _common(files[0, 0, 0])
+        chunks = {coord: model_chunks(file.root, file.path) for coord, file in files.items()}
+        model = RankModel.of(chunks, grid, facts, _rules(source, location), source.listing.url)
+        rows = Rows()
+        for (coord, _), members in model.members.items():
+            for member in members:
+                _add(rows, member, weight_name(member.key), member.tensor, member, files[coord], grid.number(coord))
+        state = _State(inner, grid, facts, model)
+        state.add(rows)
+        return _manifest(self.name, source, location, common, model, rows, state, files, grid)
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """Payload offsets by local headers: one request per file, and the headers of the rows asked for."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """The blobs as they are: values come with each file's pickle."""
+        del source, rows
+        return manifest.blobs
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """The CRC-32 of each storage and pickle of each file."""
+        return headers.checksums(source, manifest)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Copies that ranks hold of the same box and that differ; optimizer state that could not be placed."""
+        undecoded = manifest.info.get("optimizer_undecoded")
+        if undecoded:
+            yield Finding("optimizer-undecoded", Severity.WARNING, f"optimizer state is left out of place: {undecoded}")
+        everything = np.arange(len(manifest.chunks), dtype=np.int64)
+        yield from replica_findings(source, manifest, self.resolve(source, manifest, everything))
+        yield from archive_findings(source, manifest)
+
+
+READER = MegatronLegacyReader()
+
+
+def _is_complete(names: Iterable[str]) -> bool:
+    """Whether an iteration's folder has rank folders."""
+    return bool(rank_folders(names))
+
+
+def _common(file: TorchFile) -> Common:
+    """What a rank's file holds besides weights and random states."""
+    root = file.root if isinstance(file.root, Mapping) else {}
+    own = [key for key in root if isinstance(key, str) and (key.startswith("model") or key == "rng_state")]
+    return common_of(file, file.path, own)
+
+
+def _rules(source: Source, location: Location) -> ParallelRules:
+    """The built-in rules behind those that lie beside the checkpoint."""
+    rules = built_in_rules()
+    for path in dict.fromkeys((f"{location.folder}/{OWN_RULES}".lstrip("/"), OWN_RULES)):
+        if path in source.listing:
+            rules = rules.with_own(source.read_whole(path).decode("utf-8", "replace"), path)
+    return rules
+
+
+def _add(
+    rows: Rows,
+    member: Member,
+    name: tuple[str, tuple[str | int, ...]],
+    tensor: Any,
+    like: Member,
+    file: TorchFile,
+    rank: int,
+) -> None:
+    """Chunks for what one rank holds of a weight, or of a slot of its state."""
+    fqn, path = name
+    number = rows.add_tensor(fqn, tensor.dtype, like.shape, section_of(path, fqn), path)
+    for box, part in member.placed(tensor):
+        if not Box.whole(like.shape).contains(box):
+            raise FormatError(f"{fqn!r}: {box} lies outside {list(like.shape)}: ranks differ in shape", where=file.path)
+        place: StoragePlace | None = file.storages.get(part.storage.key)
+        if place is None:
+            raise FormatError(f"needs storage {part.storage.key!r}, which is not in the file", where=file.path)
+        if box.volume:
+            rows.add_piece(number, Piece(box, Box.whole(box.sizes), part), place, rank=rank, big_endian=file.big_endian)
+
+
+@dataclass
+class _State:
+    """The optimizer state of all ranks."""
+
+    source: Source
+    grid: Grid
+    facts: Facts
+    model: RankModel
+    files: list[TorchFile] = field(default_factory=list)
+    undecoded: str | None = None
+
+    def add(self, rows: Rows) -> None:
+        """Chunks for the state in each rank's ``distrib_optim.pt``; what cannot be placed is noted."""
+        paths = {
+            coord: path
+            for coord, name in self.grid.folders.items()
+            if (path := f"{name}/{OPTIMIZER_FILE}") in self.source.listing
+        }
+        if not paths:
+            return
+        absent = sorted(set(self.grid.folders) - set(paths))
+        if absent:
+            raise NotFound(
+                f"{len(absent):,} of {len(self.grid.folders):,} ranks lack it, the others have it",
+                where=f"{self.grid.folders[absent[0]]}/{OPTIMIZER_FILE}",
+            )
+        self.files = open_torch_files(self.source, list(paths.values()))
+        for (coord, path), file in zip(paths.items(), self.files, strict=True):
+            self._add_rank(rows, coord, path, file)
+
+    def _add_rank(self, rows: Rows, coord: Coord, path: str, file: TorchFile) -> None:
+        optimizers = file.root if isinstance(file.root, list) else [file.root]
+        n_chunks = sum(at == coord for at, _ in self.model.members)
+        for number, optimizer in enumerate(optimizers):
+            if optimizer is None:  # dense state of this expert-parallel rank is in another one's file
+                continue
+            experts = None if len(optimizers) == 1 else number == 1
+            for chunk, dtype, flat, total in stored_buffers(optimizer, n_chunks, path):
+                members = buffers_of(self.model.members[coord, chunk], dtype, experts=experts)
+                ends = bucket_ends(self.facts, coord[0], chunk)
+                for member, slot, tensor in states_of(members, flat, total, ends, path):
+                    _add(rows, member, state_name(slot, member.key), tensor, member, file, self.grid.number(coord))
+
+
+def _random_states(files: Mapping[Coord, TorchFile], grid: Grid) -> Assembly:
+    """Random states of every rank, apart by rank."""
+    parts = []
+    for coord, file in files.items():
+        state = file.root.get("rng_state")
+        items = entries_of(state, prefix=("rng_state",)).items if state is not None else []
+        parts.append(Part(file.path, grid.number(coord), items, file.storages, file.big_endian, is_per_rank=True))
+    return assemble(parts, section_of)
+
+
+def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
+    name: str,
+    source: Source,
+    location: Location,
+    common: Common,
+    model: RankModel,
+    rows: Rows,
+    state: _State,
+    files: Mapping[Coord, TorchFile],
+    grid: Grid,
+) -> Manifest:
+    random_states = _random_states(files, grid)
+    tables = joined(joined(rows.tables(), common.assembly.rows.tables()), random_states.rows.tables())
+    extra = [
+        Blob(fqn, "value", None, value, ("model", fqn.removeprefix("model.")), None, is_loaded=True)
+        for fqn, value in model.extra_states
+    ]
+    facts = common.facts
+    known = {
+        "step": common.iteration,
+        "world_size": facts.world_size,
+        "folder": location.folder or None,
+        "optimizer_form": "distrib_optim" if state.files else None,
+        "optimizer_undecoded": state.undecoded,
+        "layer_stages": model.stages,
+        "args": facts.described() or None,
+        "int_keyed_dicts": list(common.int_keyed) or None,
+        "n_rank_folders": len(grid.folders),
+    }
+    return Manifest(
+        format=name,
+        root=source.listing.url,
+        tensors=tables[0],
+        chunks=tables[1],
+        files=with_folder(tables[2], location.folder),
+        blobs=(*extra, *common.assembly.blobs, *random_states.blobs),
+        mesh=facts.mesh(),
+        info={key: value for key, value in known.items() if value is not None},
+        notes=(*location.notes, *model.notes, *common.notes()),
+    )

@@ -1,0 +1,157 @@
+"""Shards are what model-parallel ranks hold of the weights, in the order of their gradient buffers.
+
+Group ``g`` of the optimizer's keys is the model-parallel rank ``pp * TP + tp``, of experts' ``(pp * EP + ep) * ETP +
+etp``. The order of registration is not recorded: the known ones are tried, and the stored sizes decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.formats.megatron.cuts import Local, Weights
+from ckpt_tool.formats.megatron.facts import Facts
+from ckpt_tool.formats.megatron.registration import order_names, registered
+from ckpt_tool.formats.megatron.stages import chunk_layers, stage_layers
+from ckpt_tool.geometry.box import Box
+
+__all__ = ["Segment", "Shards", "segments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of a bucket's elements that is one box of a weight's state."""
+
+    key: str
+    start: int
+    box: Box
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.box.volume
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What each model-parallel rank holds of the weights, in the order of its gradient buffers."""
+
+    weights: Weights
+    keys: tuple[str, ...]
+    facts: Facts
+    world_size: int | None
+
+    @cached_property
+    def stages(self) -> list[list[int]]:
+        """Global layers of each stage.
+
+        Raises:
+            LayoutError: the ranks that saved them do not tell.
+        """
+        return stage_layers(
+            self.weights.tensors,
+            self.weights.chunks,
+            self.keys,
+            n_stages=self.facts.pp or 0,
+            world_size=self.world_size,
+        )
+
+    def local(self, group: int, chunk: int, dtype: str, *, order: str, is_grouped: bool, experts: bool) -> list[Local]:
+        """A rank's parameters of one element type in one model chunk, in the order of the gradient buffer.
+
+        Args:
+            group: model-parallel rank, as the keys number it.
+            chunk: model chunk (virtual stage).
+            dtype: name of the weights' element type.
+            order: one of ``registration.order_names``.
+            is_grouped: whether experts' first layers all come before the second ones.
+            experts: take only experts' weights; with more than one expert-parallel rank they have an optimizer apart.
+
+        Raises:
+            LayoutError: a fact is missing, or contradicts the stored boxes.
+        """
+        facts, tp, pp = self.facts, self.facts.tp, self.facts.pp
+        if tp is None or pp is None:
+            raise LayoutError("the tensor- and pipeline-parallel sizes of the run are not known: no args were saved")
+        ep, etp = facts.ep, facts.etp or tp
+        if experts:
+            stage, rest = divmod(group, ep * etp)
+            expert_rank, tensor_rank = divmod(rest, etp)
+        else:
+            (stage, tensor_rank), expert_rank = divmod(group, tp), 0
+        if stage >= pp:
+            raise LayoutError(f"group {group} of the optimizer is none of {pp} stages times {tp} tensor-parallel ranks")
+        tensors = self.weights.tensors
+        layers = chunk_layers(self.stages[stage], facts.vpp)[chunk]
+        n_experts = facts.num_experts or 0
+        own = n_experts // ep
+        chosen = range(expert_rank * own, (expert_rank + 1) * own)
+        parameters = registered(
+            self.keys, layers, chosen, order=order, is_grouped=is_grouped,
+            is_first=stage == 0 and chunk == 0, is_last=stage == pp - 1 and chunk == facts.vpp - 1,
+            is_tied=pp > 1 and facts.untie_embeddings_and_output_weights is False,
+        )  # fmt: skip
+        kept = [
+            parameter
+            for parameter in parameters
+            if (ep == 1 or parameter.is_expert == experts)
+            and tensors.dtypes[tensors.index[parameter.key]].name == dtype
+        ]
+        return [
+            self.weights.local(one.key, one.lead, tensor_rank, etp if one.is_expert else tp) for one in reversed(kept)
+        ]
+
+    def fitting(
+        self,
+        group: int,
+        chunk: int,
+        dtype: str,
+        split: Callable[[Sequence[Local]], Sequence[Sequence[Segment]] | None],
+        *,
+        experts: bool,
+        what: str,
+    ) -> tuple[str, Sequence[Sequence[Segment]]]:
+        """The order of registration that fits what is stored, and where it puts each parameter.
+
+        Args:
+            group: as in `local`, like ``chunk``, ``dtype`` and ``experts``.
+            chunk: see above.
+            dtype: see above.
+            split: segments of each bucket when a rank's parameters are these, None when sizes do not fit.
+            experts: see above.
+            what: names the buckets in messages.
+
+        Raises:
+            LayoutError: no order fits, or several that mean different places do and the run does not say which.
+        """
+        found: dict[tuple[tuple[Segment, ...], ...], list[str]] = {}
+        for order, is_grouped in product(order_names(), (False, True)):
+            tried = split(self.local(group, chunk, dtype, order=order, is_grouped=is_grouped, experts=experts))
+            if tried is not None:
+                found.setdefault(tuple(tuple(of_bucket) for of_bucket in tried), []).append(order)
+        stated = self.facts.transformer_impl
+        if len(found) > 1 and stated is not None:
+            found = {segments_: names for segments_, names in found.items() if stated in names}
+        if len(found) == 1:
+            segments_, names = next(iter(found.items()))
+            return names[0], segments_
+        if not found:
+            raise LayoutError(f"no known order of registration fits {what}")
+        raise LayoutError(
+            f"{len(found)} orders of registration fit {what}: {' and '.join(names[0] for names in found.values())}; "
+            "args.transformer_impl does not tell which"
+        )
+
+
+def segments(held: Sequence[tuple[Local, int]]) -> list[Segment]:
+    """Segments of parameters, each with the element that it begins at, in order."""
+    found = []
+    for local, start in held:
+        at = start
+        for box in local.boxes:
+            found.append(Segment(local.key, at, box))
+            at += box.volume
+    return found

@@ -1,0 +1,238 @@
+"""The reader of mcore's zarr checkpoints, 0.8 to 0.15: a folder of chunk files per tensor, zarr version 2.
+
+mcore wrote them uncompressed, in C order, with its own element type name ``bfloat16``; the optimizer's state has the
+shape of the weights. ``<key>.sync`` folders hold locks and are no data. Source: mcore 0.12
+``dist_checkpointing/strategies/zarr.py``; https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.dtypes import DType, dtype
+from ckpt_tool.errors import FormatError, NotFound, Unsupported
+from ckpt_tool.formats._dcp import objects
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.megatron.common_state import read_common
+from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
+from ckpt_tool.formats.megatron.joined import joined, with_folder
+from ckpt_tool.formats.megatron.keys import common_prefix, named
+from ckpt_tool.formats.megatron.location import locate, within
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest, TensorMeta
+from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable, packed_strides
+
+__all__ = ["READER", "MegatronZarrReader"]
+
+_ARRAY = "/.zarray"
+_OBJECT = re.compile(r"shard_[\d.]+_[\d.]+\.pt")
+_CHUNK = re.compile(r"\d+(?:\.\d+)*")
+_MAX_ARRAY_NBYTES = 64 << 10
+_DTYPES = {
+    "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|i1": "int8", "|u1": "uint8",
+    "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """One ``.zarray``."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunk files that the whole array has."""
+        count = 1
+        for size, chunk in zip(self.shape, self.chunks, strict=True):
+            count *= -(-size // chunk)
+        return count
+
+
+class MegatronZarrReader:
+    """``zarr``; the run's folder with its tracker, or one iteration's."""
+
+    name = "megatron-zarr"
+
+    def probe(self, source: Source) -> Probe:
+        """By file names and ``metadata.json``; one request for it, one for a tracker."""
+        try:
+            location = locate(source, _is_complete, lambda path: path.endswith(_ARRAY))
+        except (FormatError, NotFound) as error:
+            return Probe(0.95, str(error))
+        if location is None:
+            return Probe(0.0, f"no {CONFIG_NAME} beside folders with .zarray, here or in an iteration's folder")
+        backend = sharded_config(within(source, location.folder)).get("sharded_backend")
+        if backend != "zarr":
+            return Probe(0.0, f"{CONFIG_NAME} says sharded_backend {backend!r}, not 'zarr'")
+        return Probe(0.98, f"{CONFIG_NAME} says sharded_backend 'zarr'")
+
+    def read(self, source: Source) -> Manifest:
+        """The manifest, chunks resolved.
+
+        Requests: the tracker where there is one, ``metadata.json``, one for each tensor's ``.zarray``, and three for
+        ``common.pt``.
+
+        Raises:
+            NotFound: nothing complete here; the message lists what is.
+            FormatError: a ``.zarray`` is damaged, or a chunk file has another size than its array says.
+            Unsupported: compressed arrays, or other element types.
+        """
+        location = locate(source, _is_complete, lambda path: path.endswith(_ARRAY))
+        if location is None:
+            raise NotFound(f"no {CONFIG_NAME} beside folders with .zarray", where=source.listing.url)
+        inner = within(source, location.folder)
+        keys = _keys(inner)
+        prefix = common_prefix(keys)
+        arrays = _arrays(inner, keys)
+        files_of: dict[str, list[str]] = {}
+        for path in inner.listing.match("*/*"):
+            files_of.setdefault(path.partition("/")[0], []).append(path)
+        metas, records, entries, missing = [], [], [], {}
+        for key, array in arrays.items():
+            fqn, path = named(key, prefix)
+            metas.append(TensorMeta(fqn, array.dtype, array.shape, section_of(path, fqn), path))
+            found = list(_chunks(inner, files_of.get(key, ()), fqn, array))
+            records += [chunk for chunk in found if chunk.box.volume]
+            entries += [FileEntry(chunk.where.path, inner.listing.nbytes(chunk.where.path)) for chunk in found]
+            if len(found) != array.n_chunks:
+                missing[fqn] = array.n_chunks - len(found)
+        tensors, files = TensorTable.from_records(metas), FileTable(tuple(entries))
+        common = read_common(inner, ())
+        bulk = (tensors, ChunkTable.from_records(records, tensors, files), files)
+        tensors, chunks, files = joined(bulk, common.assembly.rows.tables())
+        facts = common.facts
+        known = {
+            "step": common.iteration,
+            "world_size": facts.world_size,
+            "folder": location.folder or None,
+            "optimizer_form": "fully_sharded_model_space" if any("optimizer.state." in k for k in keys) else None,
+            "sharding_type": common.sharding_type,
+            "args": facts.described() or None,
+            "common_state": common.where or None,
+            "key_prefix": prefix or None,
+            "int_keyed_dicts": list(common.int_keyed) or None,
+            "missing_chunks": missing or None,
+            "metadata_json": dict(sharded_config(inner)) or None,
+        }
+        return Manifest(
+            format=self.name,
+            root=source.listing.url,
+            tensors=tensors,
+            chunks=chunks,
+            files=with_folder(files, location.folder),
+            blobs=(*_objects(inner, prefix, location.folder), *common.assembly.blobs),
+            mesh=facts.mesh(),
+            info={key: value for key, value in known.items() if value is not None},
+            notes=(*location.notes, *common.notes()),
+        )
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """The chunks as they are; those of ``common.pt`` by its local headers."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """All objects, those of ``rows`` loaded; one request per object."""
+        return objects.load_blobs(source, manifest, rows)
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """None: zarr 2 records no checksums."""
+        del source, manifest
+        yield from ()
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Chunk files that are missing."""
+        del source
+        for fqn, count in manifest.info.get("missing_chunks", {}).items():
+            yield Finding("missing-file", Severity.ERROR, f"{count:,} chunk files of {fqn!r} are missing", fqn=fqn)
+
+
+READER = MegatronZarrReader()
+
+
+def _is_complete(names: Iterable[str]) -> bool:
+    """Whether an iteration's folder has ``metadata.json``, which is written last, and arrays."""
+    found = set(names)
+    return CONFIG_NAME in found and any(name.endswith(_ARRAY) and name.count("/") == 1 for name in found)
+
+
+def _keys(source: Source) -> list[str]:
+    """Keys of arrays; lock folders, whose ``.zarray`` is empty, are none."""
+    paths = source.listing.match("*" + _ARRAY)
+    return [path.removesuffix(_ARRAY) for path in paths if not path.endswith(".sync" + _ARRAY)]
+
+
+def _arrays(source: Source, keys: Sequence[str]) -> dict[str, _Array]:
+    places = []
+    for key in keys:
+        path = key + _ARRAY
+        nbytes = source.listing.nbytes(path)
+        if not 0 < nbytes <= _MAX_ARRAY_NBYTES:
+            raise FormatError(f"{nbytes:,} bytes, expected a small JSON document", where=path)
+        places.append(FileRange(path, 0, nbytes))
+    data = source.store.fetch(places)
+    return {key: _array(text, place.path) for key, text, place in zip(keys, data, places, strict=True)}
+
+
+def _array(text: bytes, where: str) -> _Array:
+    try:
+        fields: Mapping[str, Any] = json.loads(text)
+        version, name = fields["zarr_format"], fields["dtype"]
+        shape, chunks = tuple(fields["shape"]), tuple(fields["chunks"])
+        oddities = [fields.get("compressor"), fields.get("filters"), None if fields.get("order") == "C" else "order"]
+        separator = fields.get("dimension_separator", ".")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"no description of an array: {error}", where=where) from error
+    sizes_fit = len(shape) == len(chunks) and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *chunks))
+    if not sizes_fit or 0 in chunks:
+        raise FormatError(f"shape {list(shape)} with chunks of {list(chunks)}", where=where)
+    if version != 2 or separator != "." or any(oddity is not None for oddity in oddities) or name not in _DTYPES:
+        raise Unsupported(
+            f"zarr_format {version}, dtype {name!r}, compressor {oddities[0]}, filters {oddities[1]}: expected what "
+            "mcore wrote, version 2 in C order without compression",
+            where=where,
+        )
+    return _Array(dtype(_DTYPES[name]), shape, chunks)
+
+
+def _chunks(source: Source, paths: Sequence[str], fqn: str, array: _Array) -> Iterator[Chunk]:
+    """Chunks that have a file; files are whole chunks also where the array ends within them."""
+    strides = packed_strides(array.chunks)
+    whole_nbytes = array.dtype.itemsize * int(np.prod(array.chunks, dtype=np.int64))
+    for path in paths:
+        name = path.rpartition("/")[2]
+        if _CHUNK.fullmatch(name) is None:
+            continue
+        index = [int(part) for part in name.split(".")] if array.shape else []
+        offsets = tuple(i * chunk for i, chunk in zip(index, array.chunks, strict=False))
+        if len(offsets) != len(array.shape) or any(o >= n for o, n in zip(offsets, array.shape, strict=True)):
+            raise FormatError(f"no chunk of an array of shape {list(array.shape)} in {list(array.chunks)}", where=path)
+        sizes = tuple(min(c, n - o) for o, c, n in zip(offsets, array.chunks, array.shape, strict=True))
+        nbytes = source.listing.nbytes(path)
+        if nbytes != whole_nbytes:
+            raise FormatError(f"the file has {nbytes:,} bytes, expected {whole_nbytes:,}", where=path)
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        length = array.dtype.itemsize * (last + 1)
+        kept = None if sizes == array.chunks else strides
+        yield Chunk(fqn, Box(offsets, sizes), FileRange(path, 0, length), kept, 0, None)
+
+
+def _objects(source: Source, prefix: str, folder: str) -> Iterator[Blob]:
+    """Objects in pieces: one torch file each."""
+    for path in source.listing.match("*/*.pt"):
+        key, _, name = path.rpartition("/")
+        if _OBJECT.fullmatch(name):
+            fqn, keys = named(f"{key}/{name.removesuffix('.pt')}", prefix)
+            where = FileRange(f"{folder}/{path}".lstrip("/"), 0, source.listing.nbytes(path))
+            yield Blob(fqn, "torch_save", where, path=keys)
