@@ -13,11 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import read_companions
-from ckpt_tool.formats.safetensors.header import Header
-from ckpt_tool.formats.safetensors.names import SHARD_FILE, missing_numbers, plain_paths
-from ckpt_tool.formats.safetensors.stored import (
+from ckpt_tool.formats._safetensors.header import Header
+from ckpt_tool.formats._safetensors.stored import (
     ResolvedReader,
     StoredBox,
     header_findings,
@@ -25,6 +22,9 @@ from ckpt_tool.formats.safetensors.stored import (
     read_headers,
     tables,
 )
+from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.companions import read_companions
+from ckpt_tool.formats.safetensors.names import SHARD_FILE, missing_numbers, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.storage.store import Listing

@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
-from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
-from ckpt_tool.formats.safetensors.header import Header
-from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
-from ckpt_tool.formats.safetensors.stored import (
+from ckpt_tool.formats._safetensors.header import Header
+from ckpt_tool.formats._safetensors.stored import (
     ResolvedReader,
     header_findings,
     header_notes,
@@ -23,6 +20,9 @@ from ckpt_tool.formats.safetensors.stored import (
     tables,
     whole_box,
 )
+from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
+from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.storage.store import Listing

@@ -9,11 +9,7 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._pickle.load import load_pickle
-from ckpt_tool.formats._zip.directory import read_directory, read_member
-from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.names import RANK_FILE, rank_file
-from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, parse_boxes, parse_layout
-from ckpt_tool.formats.safetensors.stored import (
+from ckpt_tool.formats._safetensors.stored import (
     ResolvedReader,
     StoredBox,
     header_findings,
@@ -21,6 +17,10 @@ from ckpt_tool.formats.safetensors.stored import (
     read_headers,
     tables,
 )
+from ckpt_tool.formats._zip.directory import read_directory, read_member
+from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.names import RANK_FILE, rank_file
+from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, parse_boxes, parse_layout
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
 from ckpt_tool.manifest.plain import from_plain

@@ -37,7 +37,7 @@ from typing import Any
 from ckpt_tool.dtypes import DType
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.errors import FormatError, Unsupported
-from ckpt_tool.formats.safetensors.header import Entry, Header
+from ckpt_tool.formats._safetensors.header import Entry, Header
 from ckpt_tool.manifest.model import Blob, FileRange, KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS

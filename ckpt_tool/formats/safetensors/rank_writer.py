@@ -13,8 +13,8 @@ from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.formats._safetensors.header import build_header, entry_fields
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
-from ckpt_tool.formats.safetensors.header import build_header, entry_fields
 from ckpt_tool.formats.safetensors.names import rank_file
 from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, box_fields, rank_metadata
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo

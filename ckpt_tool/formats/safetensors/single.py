@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
-from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
-from ckpt_tool.formats.safetensors.header import Header
-from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, NUMBERED, RANK_FILE, SHARD_FILE, index_paths, plain_paths
-from ckpt_tool.formats.safetensors.stored import (
+from ckpt_tool.formats._safetensors.header import Header
+from ckpt_tool.formats._safetensors.stored import (
     ResolvedReader,
     header_findings,
     header_notes,
@@ -17,6 +14,9 @@ from ckpt_tool.formats.safetensors.stored import (
     tables,
     whole_box,
 )
+from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
+from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, NUMBERED, RANK_FILE, SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
 

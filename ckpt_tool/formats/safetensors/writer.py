@@ -8,8 +8,8 @@ import numpy as np
 
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._hf_index import write_index
+from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, build_header, entry_fields
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
-from ckpt_tool.formats.safetensors.header import PEER_MAX_HEADER_NBYTES, build_header, entry_fields
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable

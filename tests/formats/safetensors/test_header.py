@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save
 
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
-from ckpt_tool.formats.safetensors.header import (
+from ckpt_tool.formats._safetensors.header import (
     PEER_MAX_HEADER_NBYTES,
     Entry,
     Header,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, Entry, Header, header_nbytes, parse_header
 from ckpt_tool.formats.base import Checksum, Source
-from ckpt_tool.formats.safetensors.header import PEER_MAX_HEADER_NBYTES, Entry, Header, header_nbytes, parse_header
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.sections import section_of

@@ -1,0 +1,1 @@
+"""Safetensors files as such: headers, and tables of what they hold."""
