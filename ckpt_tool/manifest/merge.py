@@ -37,9 +37,8 @@ def merge_manifests(parts: Sequence[tuple[str, Manifest]], *, format_name: str, 
     owner: dict[str, str] = {}
     for folder, part in parts:
         for fqn in (*part.tensors.fqns, *(blob.fqn for blob in part.blobs)):
-            if fqn in owner:
+            if owner.setdefault(fqn, folder) != folder:  # ranks of one part may have an object each
                 raise FormatError(f"{fqn!r} is in {owner[fqn]!r} and in {folder!r}", where=root)
-            owner[fqn] = folder
     width = max((part.tensors.shape.shape[1] for _, part in parts), default=0)
     tables = [part.tensors for _, part in parts]
     tensors = TensorTable(

@@ -81,7 +81,10 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
         elif ends[path] > nbytes:
             message = f"the file has {nbytes:,} bytes, expected {ends[path]:,}: {ends[path] - nbytes:,} are missing"
             yield Finding("cut-file", Severity.ERROR, message, where=FileRange(path, nbytes, ends[path] - nbytes))
-    for path in listing.match("*.distcp"):
+    folders = {"", *(path.rpartition("/")[0] for path in holds)}
+    for path in listing.paths:
+        if not path.endswith(".distcp") or path.rpartition("/")[0] not in folders:
+            continue
         # A rank with nothing to write leaves an empty file, which nothing refers to.
         if path not in holds and listing.nbytes(path):
             message = f"{listing.nbytes(path):,} bytes that the metadata does not refer to: left by an earlier save?"

@@ -86,8 +86,8 @@ def rank_metadata(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def foreign_root(head: bytes) -> str | None:
-    r"""None when a file that starts with ``head`` is DCP metadata, else what it is instead.
+def foreign_root(head: bytes, module: str = _MODULE) -> str | None:
+    r"""None when a file that starts with ``head`` is the ``Metadata`` of ``module``, else what it is instead.
 
     >>> foreign_root(b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n")
     >>> foreign_root(b"<html>")
@@ -96,8 +96,8 @@ def foreign_root(head: bytes) -> str | None:
     match = _ROOT.match(head)
     if match is None:
         return "an empty file" if not head else "no pickle" if head[:1] != b"\x80" else "a pickle of something else"
-    module, name = match[1].decode(), match[2].decode()
-    return None if (module, name) == (_MODULE, "Metadata") else f"a pickle of {module}.{name}"
+    found, name = match[1].decode(), match[2].decode()
+    return None if (found, name) == (module, "Metadata") else f"a pickle of {found}.{name}"
 
 
 def load_metadata(data: bytes, path: str) -> MetadataFile:
@@ -187,7 +187,7 @@ def _storage(records: dict[Any, Any], path: str) -> dict[tuple[str, tuple[int, .
     for index, info in records.items():
         try:
             key = index[0]
-            where = info[0]
+            where = info[0] if isinstance(info, Fields) else info.state  # ByteCheckpoint has a class of its own
             fqn, offsets = key["fqn"], key.get("offset")
             relative_path, offset, length = where["relative_path"], where["offset"], where["length"]
             transforms = tuple(where.get("transform_descriptors") or ())

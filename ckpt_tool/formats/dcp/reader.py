@@ -97,7 +97,9 @@ def _notes(parts: Sequence[MetadataFile], tables: Tables) -> Iterator[str]:
     """What a person should know."""
     if tables.empty:
         by_rank = ", ".join(f"rank {rank}: {n:,}" if rank >= 0 else f"{n:,}" for rank, n in tables.empty.items())
-        yield f"{sum(tables.empty.values()):,} chunks hold no element and are left out ({by_rank})"
+        n_empty = sum(tables.empty.values())
+        what = "1 chunk holds no element and is" if n_empty == 1 else f"{n_empty:,} chunks hold no element and are"
+        yield f"{what} left out ({by_rank})"
     if parts[0].path != METADATA_NAME:
         ranks = [rank_metadata(part.path) or 0 for part in parts]
         absent = sorted(set(range(max(ranks) + 1)) - set(ranks))

@@ -1,0 +1,1 @@
+"""ByteCheckpoint: sections of raw tensor bytes, each with a pickle that says where its boxes lie."""

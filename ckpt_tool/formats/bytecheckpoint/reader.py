@@ -1,0 +1,176 @@
+"""The reader of ByteCheckpoint: FSDP, FSDP2, HSDP and DDP, sharded or decomposed, each rank's extra state apart.
+
+Tensors of ``extra_state`` are called ``extra_state.<key>@rank<r>``; its other values are objects with a rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._dcp import checks, objects
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, collector_paused
+from ckpt_tool.formats._dcp.table import rank_of
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats._torch_file.archive import open_torch_files
+from ckpt_tool.formats._torch_file.assemble import assemble
+from ckpt_tool.formats._torch_file.described import manifest_of, part_of
+from ckpt_tool.formats._torch_file.entries import entries_of
+from ckpt_tool.formats._torch_file.findings import archive_findings
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.bytecheckpoint.location import Location, foreign_step, locate, within
+from ckpt_tool.formats.bytecheckpoint.section import read_section, section_manifest
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.merge import merge_manifests
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
+from ckpt_tool.manifest.subset import only_files
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "ByteCheckpointReader"]
+
+EXTRA_STATE = "extra_state"
+_EXTRA_FILE = re.compile(r"extra_state_rank_(\d{1,9})\.pt")
+_SHOWN = 8
+
+
+class ByteCheckpointReader:
+    """``bytecheckpoint`` 0.0.2: the run's folder with its tracker, or one step's.
+
+    Requests: ``read`` makes one for the tracker where there is one, one per section, and three per file of extra state;
+    ``resolve`` none for the sections, and for extra state as for any file of torch.save.
+    """
+
+    name = "bytecheckpoint"
+
+    def probe(self, source: Source) -> Probe:
+        """By file names and the first bytes of a section's metadata; one request, two with a tracker."""
+        try:
+            location = locate(source)
+        except (FormatError, NotFound) as error:
+            return Probe(0.95, str(error))
+        if location is None:
+            return Probe(0.0, "neither model/.metadata nor a tracker beside global_step_<N>")
+        foreign = foreign_step(source, location.folder)
+        where = "/".join(filter(None, (location.folder, location.sections[0], METADATA_NAME)))
+        if foreign is not None:
+            return Probe(0.0, f"{where} is {foreign}")
+        return Probe(0.98, f"{where} is metadata of ByteCheckpoint")
+
+    def read(self, source: Source) -> Manifest:
+        """See the class for its cost.
+
+        Raises:
+            NotFound: nothing of this format here.
+            FormatError: metadata is damaged or contradicts itself.
+        """
+        location = locate(source)
+        if location is None:
+            raise NotFound("no model/.metadata and no global_step_<N>", where=source.listing.url)
+        step = within(source, location.folder)
+        paths = [f"{section}/{METADATA_NAME}" for section in location.sections]
+        ranges = [FileRange(path, 0, step.listing.nbytes(path)) for path in paths]
+        with collector_paused():
+            sections = [
+                read_section(data, name, path)
+                for data, name, path in zip(step.store.fetch(ranges), location.sections, paths, strict=True)
+            ]
+            flat = {key: one for section in sections for key, one in section.flat.items()}
+            parts = [(s.name, section_manifest(within(step, s.name), s, flat, self.name)) for s in sections]
+        extra = _extra_state(step, self.name)
+        if extra is not None:
+            parts.append((EXTRA_STATE, extra))
+        merged = merge_manifests(
+            [("/".join(filter(None, (location.folder, folder))), part) for folder, part in parts],
+            format_name=self.name,
+            root=source.listing.url,
+        )
+        known: dict[str, Any] = {
+            "step": location.step,
+            "world_size": _world_size(step),
+            "folder": location.folder or None,
+            "version": next((s.version for s in sections if s.version), None),
+            "decomposed": sorted(flat) or None,
+            "n_empty_chunks": sum(part.info.get("n_empty_chunks", 0) for _, part in parts) or None,
+        }
+        return merged.replace(
+            info={key: value for key, value in known.items() if value is not None},
+            notes=tuple(_notes(step, location, parts)),
+        )
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """See the class for its cost."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """All objects, those of ``rows`` loaded; one request per object at most, neighbours share one."""
+        return objects.load_blobs(source, manifest, rows)
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """Of objects and of extra state; the raw bytes of tensors have none."""
+        yield from checks.checksums(source, manifest.replace(chunks=manifest.chunks.take([])))
+        yield from headers.checksums(source, only_files(manifest, _is_extra(manifest)))
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Files that are missing, cut or unknown, ranks without extra state, and findings about its files."""
+        yield from checks.file_findings(source, manifest)
+        step = within(source, manifest.info.get("folder", ""))
+        ranks = set(_extra_files(step))
+        missing = sorted(set(range(manifest.info.get("world_size") or 0)) - ranks) if ranks else []
+        if missing:
+            shown = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
+            message = f"{len(missing):,} ranks have no file of extra state: {shown}"
+            yield Finding("missing-file", Severity.WARNING, message)
+        yield from archive_findings(source, only_files(manifest, _is_extra(manifest)))
+
+
+READER = ByteCheckpointReader()
+
+
+def _extra_files(step: Source) -> dict[int, str]:
+    """Files of extra state by rank, relative to the step's folder."""
+    found = {
+        int(match[1]): path
+        for path in step.listing.match(f"{EXTRA_STATE}/*.pt")
+        if (match := _EXTRA_FILE.fullmatch(path.rpartition("/")[2]))
+    }
+    return dict(sorted(found.items()))
+
+
+def _extra_state(step: Source, name: str) -> Manifest | None:
+    """What each rank saved for itself, relative to its folder; three requests per file. None without files."""
+    ranks = _extra_files(step)
+    if not ranks:
+        return None
+    inner = within(step, EXTRA_STATE)
+    opened = open_torch_files(inner, [path.rpartition("/")[2] for path in ranks.values()])
+    entries = [entries_of(file.root, prefix=(EXTRA_STATE,)) for file in opened]
+    parts = [
+        part_of(file, found, rank, is_per_rank=True) for file, found, rank in zip(opened, entries, ranks, strict=True)
+    ]
+    return manifest_of(name, inner.listing.url, opened, entries, assemble(parts, lambda path, fqn: "other"), {})  # noqa: ARG005
+
+
+def _is_extra(manifest: Manifest) -> list[bool]:
+    """Of each file, whether it holds extra state."""
+    return [_EXTRA_FILE.fullmatch(entry.path.rpartition("/")[2]) is not None for entry in manifest.files]
+
+
+def _world_size(step: Source) -> int | None:
+    """Ranks that left a file; a rank that had nothing to write leaves an empty one."""
+    names = [path.rpartition("/")[2] for path in step.listing.sizes]
+    return max([*(rank_of(name) for name in names), *_extra_files(step), -1]) + 1 or None
+
+
+def _notes(step: Source, location: Location, parts: Sequence[tuple[str, Manifest]]) -> Iterator[str]:
+    """What a person should know."""
+    yield from location.notes
+    for folder, part in parts:
+        if part.info.get("n_empty_chunks"):
+            yield f"{folder}: {part.info['n_empty_chunks']:,} chunks hold no element and are left out"
+        yield from (f"{folder}: {note}" for note in part.notes)
+    known = {*location.sections, EXTRA_STATE}
+    others = {path.partition("/")[0] for path in step.listing.sizes if "/" in path} - known
+    if others and not location.folder:
+        yield f"left out, as no part of the format that is known: {', '.join(sorted(others)[:_SHOWN])}"
