@@ -11,15 +11,27 @@ from typing import Any
 __version__ = "0.1.0"
 __all__: list[str] = ["__version__"]
 
-_EXPORTS: dict[str, str] = {}
+_EXPORTS: dict[str, tuple[str, str]] = {
+    "Checkpoint": ("ckpt_tool.api.checkpoint", "Checkpoint"),
+    "TensorView": ("ckpt_tool.api.checkpoint", "TensorView"),
+    "cat": ("ckpt_tool.api.cat", "cat"),
+    "export": ("ckpt_tool.api.export", "export"),
+    "inspect": ("ckpt_tool.api.inspect", "inspect"),
+    "open": ("ckpt_tool.api.checkpoint", "open_checkpoint"),
+    "plan_export": ("ckpt_tool.api.export", "prepare_export"),
+    "plan_reshard": ("ckpt_tool.api.reshard", "prepare_reshard"),
+    "reshard": ("ckpt_tool.api.reshard", "reshard"),
+    "shard_map": ("ckpt_tool.api.shard_map", "shard_map"),
+    "verify": ("ckpt_tool.api.verify", "verify"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load an exported name from the module that defines it."""
-    module = _EXPORTS.get(name)
-    if module is None:
+    place = _EXPORTS.get(name)
+    if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(module), name)
+    return getattr(import_module(place[0]), place[1])
 
 
 def __dir__() -> list[str]:

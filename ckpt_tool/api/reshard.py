@@ -31,6 +31,9 @@ from ckpt_tool.layout.family import detect_family
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
 from ckpt_tool.layout.place import Placed, place
 from ckpt_tool.layout.rules import RuleSet, load_rules
+from ckpt_tool.layout.stages import StageOptions
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 
@@ -49,6 +52,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     pp: int = 1,
     dp: int = 1,
     ep: int = 1,
+    vpp: int = 1,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
     to: str = "dcp",
     rules: str | os.PathLike[str] | None = None,
     default: Literal["shard0", "replicate"] | None = None,
@@ -74,6 +80,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         pp: pipeline stages.
         dp: data-parallel ranks.
         ep: expert-parallel ranks, a divisor of ``dp``.
+        vpp: model chunks per pipeline stage (virtual stages).
+        first_stage_layers: layers of the first stage, None for an even spread.
+        last_stage_layers: layers of the last stage, None for an even spread.
         to: name of the target format.
         rules: rules file that adds to or overrides the built-in families.
         default: what to do with tensors that no rule covers, None to stop with their list.
@@ -121,6 +130,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             rule_set,
             dp_mode=dp_mode,
             default=default,
+            stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
+            numbered=_numbered_parameters(checkpoint.manifest),
         )
         notes = (*evidence, *placed.notes) if needs_rules else placed.notes
         policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
@@ -173,6 +184,12 @@ def _rules(
         return load_rules(text, source=source), ()
     evidence = tuple(f"family {sentence}" for sentence in detection.evidence)
     return (detection.family if path is None else load_rules(text, source=source, base=detection.family)), evidence
+
+
+def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
+    """Names of the parameters that an optimizer numbers; empty with several optimizers, whose numbers may differ."""
+    views = optimizer_views(manifest)
+    return dict(views[0].names) if len(views) == 1 else {}
 
 
 def _data_size(mesh: Mesh) -> int:

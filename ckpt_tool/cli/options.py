@@ -18,8 +18,10 @@ __all__ = [
     "Dtype",
     "Ep",
     "Exclude",
+    "FirstStageLayers",
     "Include",
     "Json",
+    "LastStageLayers",
     "Memory",
     "MeshText",
     "NoFsync",
@@ -40,6 +42,7 @@ __all__ = [
     "ToFormat",
     "Tp",
     "UncoveredAs",
+    "Vpp",
     "Workers",
 ]
 
@@ -132,6 +135,15 @@ Tp = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parall
 Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline stages.")]
 Dp = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks.")]
 Ep = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="Expert-parallel ranks, a divisor of --dp.")]
+Vpp = Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="Model chunks (virtual stages) per stage.")]
+FirstStageLayers = Annotated[
+    int | None,
+    typer.Option("--first-stage-layers", min=0, metavar="N", help="Layers of the first stage.", show_default=False),
+]
+LastStageLayers = Annotated[
+    int | None,
+    typer.Option("--last-stage-layers", min=0, metavar="N", help="Layers of the last stage.", show_default=False),
+]
 MeshText = Annotated[
     str | None,
     typer.Option(

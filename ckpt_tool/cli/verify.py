@@ -8,6 +8,7 @@ import typer
 
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Quiet, Source, Workers
 from ckpt_tool.cli.output import output
+from ckpt_tool.cli.progress import progress_bar
 from ckpt_tool.errors import UsageError
 from ckpt_tool.sizes import parse_bytes
 
@@ -40,7 +41,8 @@ def verify(
     if quick and full:
         raise UsageError("--quick and --full exclude each other", hint="leave both out for the level between them")
     level = "quick" if quick else "full" if full else "default"
-    report = check(source, level=level, memory_budget_bytes=parse_bytes(memory), n_workers=workers)
+    with progress_bar(sink, "checking") as moved:
+        report = check(source, level=level, memory_budget_bytes=parse_bytes(memory), n_workers=workers, progress=moved)
     if sink.mode == "human":
         sink.show(report_lines(report, width=sink.width, limit=limit or None))
     sink.json(report.to_json() if json else {})

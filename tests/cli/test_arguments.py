@@ -12,7 +12,8 @@ from ckpt_tool.errors import UsageError
 GIB = 1 << 30
 
 RESHARD = {
-    "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "to": "dcp", "rules": None, "default": None, "dp_mode": "shard",
+    "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "vpp": 1, "first_stage_layers": None,
+    "last_stage_layers": None, "to": "dcp", "rules": None, "default": None, "dp_mode": "shard",
     "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "memory_budget_bytes": GIB,
     "n_workers": None,
 }  # fmt: skip
@@ -41,6 +42,8 @@ class Recorder:
     [
         ("A B", ("A", "B"), {}),
         ("A B --tp 4 --pp 2 --dp 8 --ep 4", ("A", "B"), {"tp": 4, "pp": 2, "dp": 8, "ep": 4}),
+        ("A B --pp 2 --vpp 2 --first-stage-layers 3 --last-stage-layers 1", ("A", "B"),
+         {"pp": 2, "vpp": 2, "first_stage_layers": 3, "last_stage_layers": 1}),
         ("A B --mesh pp=2,dp=4,tp=2", ("A", "B"), {"mesh": "pp=2,dp=4,tp=2"}),
         ("A B --to rank-files --dp-mode replicate", ("A", "B"), {"to": "rank-files", "dp_mode": "replicate"}),
         ("A B --rules r.toml --default shard0", ("A", "B"), {"rules": "r.toml", "default": "shard0"}),
@@ -98,7 +101,7 @@ def test_verify(argv: str, level: str, n_workers: int | None, monkeypatch: pytes
     monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
     assert main(["verify", "A", *argv.split()]) == 2
     assert recorder.args == ("A",)
-    assert recorder.options == {"level": level, "memory_budget_bytes": GIB, "n_workers": n_workers}
+    assert recorder.options == {"level": level, "memory_budget_bytes": GIB, "n_workers": n_workers, "progress": None}
 
 
 def test_cat(monkeypatch: pytest.MonkeyPatch) -> None:

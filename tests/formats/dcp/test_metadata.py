@@ -136,7 +136,7 @@ def test_empty_ranks() -> None:
     assert manifest.chunks.offsets.tolist() == [[0], [2], [4]]
     assert manifest.info["n_empty_chunks"] == 1
     assert manifest.info["world_size"] == 5
-    assert manifest.notes == ("1 chunks hold no element and are left out (rank 3: 1)",)
+    assert manifest.notes == ("1 chunk holds no element and is left out (rank 3: 1)",)
 
 
 def test_nothing_to_cut() -> None:
