@@ -56,9 +56,9 @@ def facts_of(
     stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
     facts: dict[str, Any] = {
         "tag": located.tag,
-        "step": root.get("global_steps"),
+        "step": _plain(root.get("global_steps")),
         "zero_stage": stage,
-        "deepspeed_version": root.get("ds_version"),
+        "deepspeed_version": _plain(root.get("ds_version")),
         "world_size": found.dp_world_size * found.mp_world_size,
         "model_dtype": None if weights.dtype is None else weights.dtype.name,
         "missing_files": list(missing),
@@ -70,11 +70,7 @@ def facts_of(
         "shared": dict(sorted(weights.aliases.items())),
         "weights_are_masters": weights.is_stage3 and bool(found.optims),
     }
-    return {
-        key: value
-        for key, value in facts.items()
-        if isinstance(value, (str, int, list, dict)) and value not in ([], {}, False)
-    }
+    return {key: value for key, value in facts.items() if type(value) is int or value}
 
 
 def add_notes(
@@ -116,3 +112,8 @@ def add_notes(
         notes.append(f"{own!r} is called {tied!r}: the optimizer knows no other parameter of its name")
     if found.files.expert_optims:
         notes.append(f"left out: {len(found.files.expert_optims):,} files expp_rank_*_optim_states.pt")
+
+
+def _plain(value: object) -> str | int | None:
+    """What can stand in JSON."""
+    return value if isinstance(value, str) or (type(value) is int and value.bit_length() < 64) else None

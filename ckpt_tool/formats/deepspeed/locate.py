@@ -33,11 +33,8 @@ def locate(source: Source, tracker: str) -> Located:
     if tracker not in source.listing:
         return Located("", None)
     raw = source.head(tracker, _MAX_TRACKER_NBYTES)
-    try:
-        tag = raw.decode().strip()
-    except UnicodeDecodeError:
-        tag = ""
-    if not tag or tag in (".", "..") or any(c in tag for c in "/\\\0\n"):
+    tag = _tag(raw)
+    if tag is None:
         raise FormatError(f"expected the name of a folder, got {raw[:40]!r}", where=tracker)
     folder = tag + "/"
     if not any(path.startswith(folder) for path in source.listing.sizes):
@@ -51,13 +48,24 @@ def locate(source: Source, tracker: str) -> Located:
     return Located(folder, tag)
 
 
+def _tag(raw: bytes) -> str | None:
+    """The folder's name that a tracker file holds, None where it holds something else."""
+    try:
+        tag = raw.decode().strip()
+    except UnicodeDecodeError:
+        return None
+    is_name = tag not in ("", ".", "..") and not any(c in tag for c in "/\\\0\n")
+    return tag if is_name and len(raw) < _MAX_TRACKER_NBYTES else None
+
+
 def single_file_text(source: Source) -> str | None:
     """What the one file that was named is, when it is part of a checkpoint whose other files lie beside it."""
     entry = source.listing.entry
     if entry is None:
         return None
     if entry in (LATEST, LATEST_UNIVERSAL):
-        return "the tracker file that names the last step" if tags_below(source.listing) else None
+        tag = _tag(source.head(entry, _MAX_TRACKER_NBYTES))
+        return None if tag is None else f"the file that names the last step, {tag!r}"
     name = entry.rpartition("/")[2]
     what = what_file(name)
     if what is None:

@@ -18,8 +18,8 @@ Value = TypeVar("Value")
 _MAX_LENGTH = 1000
 _ESCAPED = re.compile(r"\\([^A-Za-z0-9])")
 _SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")
-# A repeated group that repeats or chooses inside: (a+)+, (a|aa)*.
-_NESTED = re.compile(r"\([^()]*[*+{|][^()]*\)[*+{]|\)[*+{?]*\)[*+{]")
+_ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_REPEATS = ("*", "+", "{")
 _MAX_REPEATS = 8
 
 
@@ -60,10 +60,35 @@ def _literal_name(pattern: str) -> str | None:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    n_repeats = len(re.findall(r"[*+{]", pattern))
-    if len(pattern) > _MAX_LENGTH or _NESTED.search(pattern) or n_repeats > _MAX_REPEATS:
+    if len(pattern) > _MAX_LENGTH or _is_slow(pattern):
         raise Unsupported(f"the pattern {pattern[:80]!r} could take unbounded time to match, so it is not used")
     try:
         return re.compile(pattern)
     except re.error as error:
         raise FormatError(f"the pattern {pattern[:80]!r} is none: {error}") from error
+
+
+def _is_slow(pattern: str) -> bool:
+    r"""Whether a repeated group repeats or chooses inside, as in ``(a+)+`` and ``(a|aa)*``, or much is repeated.
+
+    >>> _is_slow(r"(\d+\.)*x"), _is_slow(r"layers\.\d+\.(mlp|attn)\.w")
+    (True, False)
+    """
+    open_groups: list[bool] = []  # whether something inside repeats or chooses
+    n_repeats = 0
+    closed_busy = False
+    for atom in _ATOMS.findall(pattern):
+        if atom in _REPEATS:
+            n_repeats += 1
+            if closed_busy or n_repeats > _MAX_REPEATS:
+                return True
+        closed_busy = False
+        if atom == "(":
+            open_groups.append(False)
+        elif atom == ")" and open_groups:
+            closed_busy = open_groups.pop()
+            if open_groups:
+                open_groups[-1] |= closed_busy
+        elif open_groups and (atom in _REPEATS or atom in ("|", "?")):
+            open_groups[-1] = True
+    return False
