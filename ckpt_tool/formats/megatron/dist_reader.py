@@ -23,7 +23,7 @@ from ckpt_tool.formats.megatron.flattened import shapes_before
 from ckpt_tool.formats.megatron.gathered import add_gathered, gathered_group
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import named
-from ckpt_tool.formats.megatron.location import Location, locate, within
+from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
@@ -62,6 +62,10 @@ class MegatronDistReader:
         location = locate(source, _is_complete, _is_ours)
         if location is None:
             raise NotFound(f"no {CONFIG_NAME} beside {METADATA_NAME}", where=source.listing.url)
+        with places_below(location.folder):
+            return self._read(source, location)
+
+    def _read(self, source: Source, location: Location) -> Manifest:
         inner = within(source, location.folder)
         metadata = load_metadata(inner.read_whole(METADATA_NAME), METADATA_NAME)
         tables = tabulate([metadata], inner.listing.sizes)
@@ -133,7 +137,7 @@ def _is_complete(names: Iterable[str]) -> bool:
 
 def _is_ours(path: str) -> bool:
     """Whether a file is one of such a checkpoint, complete or not."""
-    return path.endswith((".distcp", f"/{CONFIG_NAME}"))
+    return path.endswith(".distcp")
 
 
 def _world_size(common: Common, n_ranks_seen: int) -> int | None:

@@ -27,6 +27,8 @@ class Facts:
     context_parallel_size: int | None = None
     data_parallel_size: int | None = None
     world_size: int | None = None
+    rank: int | None = None
+    """The rank that pickled them."""
     num_layers: int | None = None
     hidden_size: int | None = None
     ffn_hidden_size: int | None = None
@@ -78,9 +80,9 @@ class Facts:
         return MeshInfo(tuple(known), tuple(known.values()), "args of the run")
 
     def described(self) -> dict[str, Any]:
-        """All known facts, by their names; JSON-able."""
+        """All known facts of the whole run, by their names; JSON-able."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None and name != "rank"}
 
 
 def facts_of(args: object) -> Facts:

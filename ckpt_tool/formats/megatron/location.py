@@ -7,14 +7,15 @@ lie in ``iter_0000010`` or ``release`` beside it. Source: Megatron-LM ``training
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
-__all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
+__all__ = ["TRACKER", "Location", "iterations", "locate", "places_below", "within"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
@@ -44,6 +45,17 @@ def iterations(source: Source) -> tuple[str, ...]:
 def within(source: Source, folder: str) -> Source:
     """The files of a folder of the source, with paths relative to it; the source itself for the empty name."""
     return source if not folder else Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
+
+
+@contextmanager
+def places_below(folder: str) -> Iterator[None]:
+    """Errors raised within name places relative to ``folder``; they leave with it in front."""
+    try:
+        yield
+    except CkptError as error:
+        if folder and error.where and "://" not in error.where and not error.where.startswith(("/", f"{folder}/")):
+            error.where = f"{folder}/{error.where}"
+        raise
 
 
 def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], bool]) -> Location | None:
@@ -99,11 +111,14 @@ def _tracked(source: Source, found: tuple[str, ...], complete: list[str]) -> Loc
             note += f"; newer than it: {_listed(newer)}{state}"
         return Location(folder, (note,))
     what = "is not complete" if folder in found else "is not there"
+    hint = f'name one of them: "{source.listing.url.rstrip("/")}/{complete[-1]}"' if complete else None
+    if f"{folder}/.metadata" in source.listing:
+        hint = f'saved as fsdp_dtensor or torch_dcp, it is plain DCP: "{source.listing.url.rstrip("/")}/{folder}"'
     listed = _listed(complete) if complete else "none"
     raise NotFound(
         f"{TRACKER} names {text}, but {folder} {what}; complete iterations: {listed}",
         where=source.listing.url,
-        hint=f'name one of them: "{source.listing.url.rstrip("/")}/{complete[-1]}"' if complete else None,
+        hint=hint,
     )
 
 

@@ -8,13 +8,13 @@ tell. Data-parallel ranks leave no trace. Source: Megatron-LM ``training/checkpo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound
 from ckpt_tool.formats.megatron.facts import Facts
 
-__all__ = ["MODEL_FILE", "OPTIMIZER_FILE", "Grid", "RankFolder", "grid_of", "rank_folders"]
+__all__ = ["MODEL_FILE", "OPTIMIZER_FILE", "Grid", "RankFolder", "check_ranks", "grid_of", "rank_folders"]
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -98,6 +98,28 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     if (stated[0], stated[2]) not in ((pp, tp), (None, None), (None, tp), (pp, None)):
         raise LayoutError(f"folders of {tp} x {pp} ranks, the run's arguments say {stated[2]} x {stated[0]}")
     return Grid(tp, pp, ep, coords)
+
+
+def check_ranks(grid: Grid, facts: Mapping[tuple[int, int, int], Facts]) -> None:
+    """Nothing, when the ranks that the files say they are of are those of their folders.
+
+    Files that all name the same rank were written by one process (a converter), and tell nothing.
+
+    Raises:
+        FormatError: a file is another rank's.
+    """
+    if len({one.rank for one in facts.values()}) < 2:
+        return
+    for (stage, expert, tensor), one in facts.items():
+        if one.rank is None or not one.world_size or one.world_size % grid.pp:
+            continue
+        found = (one.rank // (one.world_size // grid.pp), one.rank % grid.tp)
+        if found != (stage, tensor):
+            raise FormatError(
+                f"holds rank {one.rank} of {one.world_size}: stage {found[0]}, tensor-parallel rank {found[1]}; the "
+                f"folder is of stage {stage}, tensor-parallel rank {tensor}",
+                where=grid.folders[stage, expert, tensor],
+            )
 
 
 def _second_is_expert(facts: Facts) -> bool:

@@ -18,13 +18,13 @@ from ckpt_tool.formats._torch_file.placed import Piece
 from ckpt_tool.formats._torch_file.rows import Rows, StoragePlace
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.megatron.common_state import Common, common_of
-from ckpt_tool.formats.megatron.facts import Facts
+from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.gathered import bucket_ends
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import state_name, weight_name
-from ckpt_tool.formats.megatron.location import Location, locate, within
+from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
-from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, OPTIMIZER_FILE, Grid, grid_of, rank_folders
+from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, OPTIMIZER_FILE, Grid, check_ranks, grid_of, rank_folders
 from ckpt_tool.formats.megatron.rank_model import Coord, Member, RankModel, model_chunks
 from ckpt_tool.formats.megatron.rank_state import buffers_of, states_of, stored_buffers
 from ckpt_tool.formats.megatron.replicas import replica_findings
@@ -66,6 +66,10 @@ class MegatronLegacyReader:
         location = locate(source, _is_complete, lambda path: "mp_rank_" in path)
         if location is None:
             raise NotFound(f"no mp_rank_*/{MODEL_FILE}", where=source.listing.url)
+        with places_below(location.folder):
+            return self._read(source, location)
+
+    def _read(self, source: Source, location: Location) -> Manifest:
         inner = within(source, location.folder)
         folders = rank_folders(inner.listing.sizes)
         opened = open_torch_files(inner, [f"{folder.name}/{MODEL_FILE}" for folder in folders])
@@ -74,8 +78,9 @@ class MegatronLegacyReader:
         facts = first.facts
         grid = grid_of(folders, facts)
         files = {coord: by_folder[name] for coord, name in grid.folders.items()}
-        common = _common(files[0, 0, 0])
         chunks = {coord: model_chunks(file.root, file.path) for coord, file in files.items()}
+        check_ranks(grid, {coord: facts_of(file.root.get("args")) for coord, file in files.items()})
+        common = _common(files[0, 0, 0])
         model = RankModel.of(chunks, grid, facts, _rules(source, location), source.listing.url)
         rows = Rows()
         for (coord, _), members in model.members.items():

@@ -24,7 +24,7 @@ from ckpt_tool.formats.megatron.common_state import read_common
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
-from ckpt_tool.formats.megatron.location import locate, within
+from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest, TensorMeta
@@ -92,13 +92,17 @@ class MegatronZarrReader:
         location = locate(source, _is_complete, lambda path: path.endswith(_ARRAY))
         if location is None:
             raise NotFound(f"no {CONFIG_NAME} beside folders with .zarray", where=source.listing.url)
+        with places_below(location.folder):
+            return self._read(source, location)
+
+    def _read(self, source: Source, location: Location) -> Manifest:
         inner = within(source, location.folder)
         keys = _keys(inner)
         prefix = common_prefix(keys)
         arrays = _arrays(inner, keys)
         files_of: dict[str, list[str]] = {}
-        for path in inner.listing.match("*/*"):
-            files_of.setdefault(path.partition("/")[0], []).append(path)
+        for file in inner.listing.match("*/*"):
+            files_of.setdefault(file.partition("/")[0], []).append(file)
         metas, records, entries, missing = [], [], [], {}
         for key, array in arrays.items():
             fqn, path = named(key, prefix)

@@ -1,0 +1,119 @@
+"""The legacy reader on checkpoints of real Megatron 0.19: tensor, pipeline and virtual pipeline parallelism."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.megatron.rank_reader import READER
+from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.recording import MemoryStore
+from tests.formats.conformance import Case, ReaderTests, source_of, stored_bytes
+from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, extra_folders, extra_truth, truth_from_seed
+
+RANDOM_STATES = ("rng_state.*",)
+CASES = (
+    Case(
+        "legacy_t2p2",
+        CHECKPOINTS / "legacy_t2p2/ckpt",
+        truth_from_seed(dense_shapes(4, 112)),
+        RANDOM_STATES,
+        max_read_requests=25,
+        max_resolve_requests=12,
+    ),
+    Case(
+        "legacy_vpp_p2v2",
+        CHECKPOINTS / "legacy_vpp_p2v2/ckpt",
+        truth_from_seed(dense_shapes(4, 104)),
+        RANDOM_STATES,
+        max_read_requests=13,
+        max_resolve_requests=8,
+    ),
+    *(
+        Case(folder.name, folder / "ckpt", extra_truth(folder), RANDOM_STATES, max_read_requests=200)
+        for folder in extra_folders("ckpt/iter_*/mp_rank_*/model_optim_rng.pt")
+    ),
+)
+
+
+class TestMegatronLegacy(ReaderTests):
+    """The contract of readers."""
+
+    reader = READER
+    reader_import = "ckpt_tool.formats.megatron.rank_reader:READER"
+    cases = CASES
+
+
+def source_at(name: str) -> Source:
+    """A checkpoint on disk."""
+    return Source(*open_store(CHECKPOINTS / name / "ckpt"))
+
+
+def test_names_and_shapes_are_those_of_distributed_checkpoints() -> None:
+    """Per-rank files read into the same tensors as ``torch_dist`` does: names, types, shapes, stacked layers."""
+    with (
+        open_checkpoint(CHECKPOINTS / "legacy_t2p2/ckpt") as ranks,
+        open_checkpoint(CHECKPOINTS / "td_full_t2p2d2/ckpt") as distributed,
+    ):
+        one, other = (
+            {m.fqn: (m.dtype.name, m.shape, m.section, m.path) for m in checkpoint.manifest.tensors}
+            for checkpoint in (ranks, distributed)
+        )
+    assert {fqn: found for fqn, found in one.items() if not fqn.startswith("rng_state")} == other
+
+
+def test_layers_of_virtual_stages_are_numbered_globally() -> None:
+    """Layer 0 of a stage's chunks becomes its global number: chunks run over all stages in turn (R62)."""
+    manifest = READER.read(source_at("legacy_vpp_p2v2"))
+    assert manifest.info["layer_stages"] == [[0, 2], [1, 3]]
+    number = manifest.tensor_id("model.decoder.layers.mlp.linear_fc2.weight")
+    rows = manifest.chunks.rows_of(number)
+    assert sorted(zip(manifest.chunks.rank[rows].tolist(), manifest.chunks.offsets[rows, 0].tolist(), strict=True)) == [
+        (0, 0), (0, 2), (1, 1), (1, 3),
+    ]  # fmt: skip
+
+
+def test_modules_objects_have_the_keys_of_distributed_checkpoints() -> None:
+    """``_extra_state`` of a layer is called as the piece of a stacked object that it is elsewhere."""
+    manifest = READER.read(source_at("legacy_t2p2"))
+    names = {blob.fqn for blob in manifest.blobs}
+    assert {f"model.decoder.layers.mlp.linear_fc2._extra_state/shard_{n}_4" for n in range(4)} <= names
+    assert {"args", "iteration", "opt_param_scheduler.num_steps"} <= names
+
+
+def test_missing_rank_folder_is_named() -> None:
+    """A rank whose folder is missing is an error that names it, never a smaller model."""
+    files = stored_bytes(CHECKPOINTS / "legacy_t2p2/ckpt")
+    kept = {path: data for path, data in files.items() if "mp_rank_01_001" not in path}
+    with pytest.raises(NotFound, match=r"1 of 4 rank folders are missing.* rank 1 of stage 1"):
+        READER.read(source_of(MemoryStore(kept)))
+
+
+def test_missing_optimizer_file_is_named() -> None:
+    """A rank without optimizer state, where others have it, is an error."""
+    files = stored_bytes(CHECKPOINTS / "legacy_t2p2/ckpt")
+    kept = {path: data for path, data in files.items() if path != "iter_0000010/mp_rank_00_001/distrib_optim.pt"}
+    with pytest.raises(NotFound, match="1 of 4 ranks lack it") as caught:
+        READER.read(source_of(MemoryStore(kept)))
+    assert caught.value.where == "iter_0000010/mp_rank_00_001/distrib_optim.pt"
+
+
+def test_weights_alone_are_read() -> None:
+    """Without any ``distrib_optim.pt`` the weights are read, and no optimizer is claimed."""
+    files = stored_bytes(CHECKPOINTS / "legacy_t2p2/ckpt")
+    kept = {path: data for path, data in files.items() if not path.endswith("distrib_optim.pt")}
+    manifest = READER.read(source_of(MemoryStore(kept)))
+    assert "optimizer_form" not in manifest.info
+    assert sum(meta.section == "model" for meta in manifest.tensors) == 9
+
+
+def test_file_of_another_rank_does_not_pass() -> None:
+    """A rank's file in another one's folder is an error that names both, not a wrong model."""
+    files = stored_bytes(CHECKPOINTS / "legacy_t2p2/ckpt")
+    for name in ("model_optim_rng.pt", "distrib_optim.pt"):
+        files[f"iter_0000010/mp_rank_00_001/{name}"] = files[f"iter_0000010/mp_rank_00_000/{name}"]
+    with pytest.raises(FormatError, match=r"holds rank 0 of 8: stage 0.* the folder is of stage 1") as caught:
+        READER.read(source_of(MemoryStore(files)))
+    assert caught.value.where == "iter_0000010/mp_rank_00_001"
