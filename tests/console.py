@@ -95,7 +95,7 @@ def run_example(example: Example, folder: Path, programs: Path) -> str:
     """
     environment = os.environ | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "COLUMNS": "120",
+        "COLUMNS": "100",
         "NO_COLOR": "1",
         "TERM": "dumb",
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,17 @@ def test_every_command_has_help() -> None:
     helps = command_helps(app)
     assert helps != {}
     assert [name for name, text in helps.items() if not text] == []
+
+
+def test_readme_python_runs(workplace: tuple[Path, Path]) -> None:
+    """The Python blocks of the README run in a folder that contains ``fixtures``."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=workplace[0], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_readme_names_every_command() -> None:
