@@ -64,6 +64,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rank_state: Literal["keep", "drop"] | None = None,
+    unequal: Literal["first"] | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
     overwrite: bool = False,
@@ -93,6 +94,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         include: globs or ``re:`` patterns of tensors to take.
         exclude: globs or ``re:`` patterns of tensors to leave.
         rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes.
+        unequal: what to take of a tensor that differs between ranks though no file says how it joins; None to stop.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
         overwrite: replace what is at the target.
@@ -113,9 +115,15 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
-    selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None)
-    manifest = selection.manifest
-    blobs, dropped = carry_rank_state(checkpoint.load_blobs(), dp_size=_data_size(target_mesh), policy=rank_state)
+    selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
+    carried = carry_rank_state(
+        selection.manifest,
+        checkpoint.load_blobs(),
+        dp_size=_data_size(target_mesh),
+        world_size=target_mesh.world_size,
+        policy=rank_state,
+    )
+    manifest = carried.manifest
     tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
     notes: tuple[str, ...] = ()
     if target_mesh.world_size == 1:
@@ -144,8 +152,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         tensors=tensors,
         boxes=boxes,
         mesh=target_mesh,
-        blobs=blobs,
-        dropped=(*selection.dropped, *dropped),
+        blobs=carried.blobs,
+        dropped=(*selection.dropped, *carried.dropped),
         notes=notes,
         options=WriterOptions(),
         execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),

@@ -23,6 +23,7 @@ from ckpt_tool.cli.options import (
     Source,
     Target,
     Tied,
+    UnequalAs,
     Workers,
 )
 from ckpt_tool.cli.output import output
@@ -53,6 +54,7 @@ def export(
     tied: Annotated[
         Tied, typer.Option(help="Tensors that share bytes: write each, only the first, or as the config says.")
     ] = Tied.auto,
+    unequal: UnequalAs = None,
     max_shard_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Start a new file before this many bytes (5GB).", show_default=False),
@@ -88,6 +90,7 @@ def export(
         exclude=exclude or (),
         dtype=dtype,
         tied=tied.value,
+        unequal=None if unequal is None else unequal.value,
         max_shard_nbytes=None if max_shard_size is None else parse_bytes(max_shard_size),
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,

@@ -42,6 +42,8 @@ __all__ = [
     "ToFormat",
     "Tp",
     "UncoveredAs",
+    "Unequal",
+    "UnequalAs",
     "Vpp",
     "Workers",
 ]
@@ -89,6 +91,12 @@ class RankState(Choice):
 
     keep = "keep"
     drop = "drop"
+
+
+class Unequal(Choice):
+    """What to do with tensors that differ between ranks for no recorded reason."""
+
+    first = "first"
 
 
 class Tied(Choice):
@@ -169,6 +177,14 @@ UncoveredAs = Annotated[
 ]
 StoredReplicas = Annotated[
     Replicas, typer.Option("--replicas", help="Store a replicated box once, on all its ranks, or as the format needs.")
+]
+UnequalAs = Annotated[
+    Unequal | None,
+    typer.Option(
+        "--unequal",
+        help="Take the first rank's of tensors that differ between ranks though no file says how they join.",
+        show_default=False,
+    ),
 ]
 OfRanks = Annotated[
     RankState | None,

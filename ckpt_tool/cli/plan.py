@@ -27,6 +27,7 @@ from ckpt_tool.cli.options import (
     ToFormat,
     Tp,
     UncoveredAs,
+    UnequalAs,
     Vpp,
     Workers,
 )
@@ -53,6 +54,7 @@ def plan(
     default: UncoveredAs = None,
     replicas: StoredReplicas = Replicas.auto,
     rank_state: OfRanks = None,
+    unequal: UnequalAs = None,
     dtype: Dtype = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -91,6 +93,7 @@ def plan(
         include=include or (),
         exclude=exclude or (),
         rank_state=None if rank_state is None else rank_state.value,
+        unequal=None if unequal is None else unequal.value,
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,
     )

@@ -32,6 +32,7 @@ from ckpt_tool.cli.options import (
     ToFormat,
     Tp,
     UncoveredAs,
+    UnequalAs,
     Vpp,
     Workers,
 )
@@ -57,6 +58,7 @@ def reshard(
     default: UncoveredAs = None,
     replicas: StoredReplicas = Replicas.auto,
     rank_state: OfRanks = None,
+    unequal: UnequalAs = None,
     dtype: Dtype = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -99,6 +101,7 @@ def reshard(
         include=include or (),
         exclude=exclude or (),
         rank_state=None if rank_state is None else rank_state.value,
+        unequal=None if unequal is None else unequal.value,
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,
         overwrite=overwrite,

@@ -14,13 +14,13 @@ GIB = 1 << 30
 RESHARD = {
     "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "vpp": 1, "first_stage_layers": None,
     "last_stage_layers": None, "to": "dcp", "rules": None, "default": None, "dp_mode": "shard",
-    "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "memory_budget_bytes": GIB,
-    "n_workers": None,
+    "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "unequal": None,
+    "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 RUN = {"overwrite": False, "resume": False, "durable": True}
 EXPORT = {
     "to": "safetensors", "everything": False, "names": "hf", "include": (), "exclude": (), "dtype": None,
-    "tied": "auto", "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
+    "tied": "auto", "unequal": None, "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ class Recorder:
         ("A B --to rank-files --dp-mode replicate", ("A", "B"), {"to": "rank-files", "dp_mode": "replicate"}),
         ("A B --rules r.toml --default shard0", ("A", "B"), {"rules": "r.toml", "default": "shard0"}),
         ("A B --replicas all --rank-state drop", ("A", "B"), {"replicas": "all", "rank_state": "drop"}),
+        ("A B --unequal first", ("A", "B"), {"unequal": "first"}),
         ("A B --dtype bf16 --include a.* --exclude b --tensor c", ("A", "B"),
          {"dtype": "bf16", "include": ["a.*", "c"], "exclude": ["b"]}),
         ("A B --memory 64MiB --workers 3", ("A", "B"), {"memory_budget_bytes": 64 << 20, "n_workers": 3}),
@@ -77,7 +78,8 @@ def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("", {}),
         ("--all --names source --to dcp", {"everything": True, "names": "source", "to": "dcp"}),
-        ("--max-shard-size 5GB --tied keep", {"max_shard_nbytes": 5 * 10**9, "tied": "keep"}),
+        ("--max-shard-size 5GB --tied keep --unequal first",
+         {"max_shard_nbytes": 5 * 10**9, "tied": "keep", "unequal": "first"}),
         ("--include a --exclude b --dtype fp32", {"include": ["a"], "exclude": ["b"], "dtype": "fp32"}),
         ("--memory 2GiB --workers 1 --overwrite --resume --no-fsync",
          {"memory_budget_bytes": 2 * GIB, "n_workers": 1, "overwrite": True, "resume": True, "durable": False}),
