@@ -115,7 +115,11 @@ def build(
 
 
 def _section(path: KeyPath, fqn: str) -> str:
-    return "model" if path[:1] == ("module",) else section_of(path, fqn)
+    """By the first key, also where a rank's number was put behind the last one."""
+    if path[:1] == ("module",):
+        return "model"
+    name = fqn.partition("@rank")[0]
+    return section_of((*path[:-1], str(path[-1]).partition("@rank")[0]), name)
 
 
 # -------------------------------------------------------------------------------------------------------- weights

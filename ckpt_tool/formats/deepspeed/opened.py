@@ -72,8 +72,6 @@ class OptimState:
     param_groups: tuple[Mapping[str, Any], ...]
     partition_count: tuple[int, ...]
     """Per group; one entry at stage 3, none when the file does not tell."""
-    tails: tuple[int | None, ...]
-    """Padding that the rank's vector of each group ends with."""
     paddings: tuple[tuple[int, ...], ...] | None
     """Padding behind each parameter of each group."""
 
@@ -260,7 +258,6 @@ def _optim(file: TorchFile, mp: int, dp: int) -> OptimState:
         )
     counts = fields.get("partition_count")
     counts = [counts] if type(counts) is int else counts or ()
-    tails = fields.get("group_paddings")
     paddings = _listed(fields.get("param_alignment_paddings"), "param_alignment_paddings", where)
     param_groups = _listed(base.get("param_groups") if isinstance(base, Mapping) else None, "param_groups", where)
     return OptimState(
@@ -273,7 +270,6 @@ def _optim(file: TorchFile, mp: int, dp: int) -> OptimState:
         states=_states(base, len(fp32), where),
         param_groups=tuple(group for group in param_groups if isinstance(group, Mapping)),
         partition_count=_ints(counts, "partition_count", where),
-        tails=_ints(tails, "group_paddings", where) if tails else (None,) * len(fp32),
         paddings=None if not paddings else tuple(_ints(group, "param_alignment_paddings", where) for group in paddings),
     )
 

@@ -48,32 +48,24 @@ def flat_starts(numel: Int64Array, padding: Int64Array) -> Int64Array:
     return np.asarray(ends - (numel + padding), dtype=np.int64)
 
 
-def partition_length(
-    total: int, world_size: int, held: Sequence[int], tails: Sequence[int | None], ranks: Sequence[int]
-) -> int | None:
+def partition_length(total: int, world_size: int, held: Sequence[int], ranks: Sequence[int]) -> int | None:
     """``P`` of a contiguous group; None when the ranks hold no such partition.
 
     Partitions are aligned to two elements since 0.4, to one before; files may keep the padding at the vector's end
-    (BF16_Optimizer) or not (ZeRO-1, ZeRO-2), so that a rank holds ``P`` elements, or ``P`` less its padding.
+    (BF16_Optimizer, and moments always) or not (masters of ZeRO-1 and ZeRO-2).
 
     Args:
         total: elements from the first parameter's first to the last one's last.
         world_size: number of partitions.
         held: elements that each rank's vector has.
-        tails: padding that each rank says its partition ends with, None where it says nothing.
         ranks: the rank of each.
 
-    >>> partition_length(10, 4, [4, 4, 2, 0], [0, 0, 2, 4], [0, 1, 2, 3])
+    >>> partition_length(10, 4, [4, 4, 2, 0], [0, 1, 2, 3])
     4
     """
-    stated = max((h + (t or 0) for h, t in zip(held, tails, strict=True)), default=0)
-    for length in dict.fromkeys(
-        (-(-total // (2 * world_size)) * 2, -(-total // world_size), stated, max(held, default=0))
-    ):
-        if length * world_size < total:
-            continue
+    for length in dict.fromkeys((-(-total // (2 * world_size)) * 2, -(-total // world_size))):
         own = [min(max(total - rank * length, 0), length) for rank in ranks]
-        if all(h in (length, length - (t or 0), o) and h >= o for h, t, o in zip(held, tails, own, strict=True)):
+        if all(h in (length, o) for h, o in zip(held, own, strict=True)):
             return length
     return None
 

@@ -121,6 +121,8 @@ def _numel(shapes: Sequence[Shape]) -> Int64Array:
 def _stage12(found: Checkpoint, model: ModelState, optims: Sequence[OptimState]) -> Iterator[FlatSet]:
     for group, shapes in enumerate(model.groups or ()):
         names = tuple(shapes)
+        if not names:
+            continue  # a pipeline stage may have no parameter of a group
         counts = {state.partition_count[group] for state in optims if len(state.partition_count) > group}
         world_size = counts.pop() if len(counts) == 1 else found.dp_world_size
         if counts or world_size < 1 or found.dp_world_size % world_size:
@@ -171,17 +173,15 @@ def _contiguous(
     listed = first.paddings[group] if first.paddings and group < len(first.paddings) else ()
     padding = np.array(listed if len(listed) == len(numel) else [0] * len(numel), dtype=np.int64)
     starts = flat_starts(numel, padding)
-    total = int(starts[-1] + numel[-1]) if len(numel) else 0
+    total = int(starts[-1] + numel[-1])
     held = [state.fp32[group].numel for state in optims]
-    tails = [state.tails[group] if group < len(state.tails) else None for state in optims]
-    length = partition_length(total, world_size, held, tails, indices)
+    length = partition_length(total, world_size, held, indices)
     if length is None:
-        is_over = np.flatnonzero(starts + numel > sum(held))
-        first_over = names[int(is_over[0])] if len(is_over) else names[-1] if names else "none"
+        over = names[int(np.searchsorted(starts + numel, sum(held), side="right"))] if total > sum(held) else None
+        detail = f"; {over!r} runs over" if over is not None and len(held) == world_size else ""
         raise FormatError(
             f"group {group}: partitions hold {', '.join(f'{n:,}' for n in held[:8])} = {sum(held):,} elements, "
-            f"expected {total:,} of {len(names):,} parameters over {world_size:,} ranks with padding; "
-            f"{first_over!r} runs over",
+            f"expected {total:,} of {len(names):,} parameters over {world_size:,} ranks, and padding{detail}",
             where=first.file.path,
         )
     members = tuple(
