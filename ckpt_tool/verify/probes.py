@@ -1,0 +1,115 @@
+"""A probe is what is kept of a pair of tensors while their tiles pass by: enough to guess why they differ.
+
+Of each row a number made from a few of its elements, a grid of elements, and the first elements. Rows are those of the
+tensor as a matrix of ``prod(shape[:-1])`` rows. Guesses from probes are to be confirmed with the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.geometry.columns import Int64Array
+
+__all__ = ["HEAD", "Probe", "as_numbers", "probe_positions"]
+
+HEAD = 512
+"""First elements kept of each side."""
+_MAX_ROWS = 1 << 18
+_N_POSITIONS = 16
+# Odd multipliers: powers of one odd number modulo 2**64, so that no two columns weigh the same.
+_WEIGHTS = np.cumprod(np.full(_N_POSITIONS, 0x9E3779B97F4A7C15, dtype=np.uint64))
+
+Numbers = npt.NDArray[np.uint64]
+
+
+def probe_positions(size: int) -> Int64Array:
+    """Up to 16 positions spread over a dimension, both ends included; a function of its size alone.
+
+    >>> probe_positions(3).tolist(), probe_positions(1000).tolist()[:3]
+    ([0, 1, 2], [0, 66, 133])
+    """
+    return np.unique(np.linspace(0, max(size - 1, 0), min(size, _N_POSITIONS)).astype(np.int64))
+
+
+def as_numbers(bits: npt.NDArray[Any]) -> Numbers | None:
+    """Raw elements as 64-bit numbers that differ where they do; None for widths that have none.
+
+    The two halves of a 16-byte element are mixed.
+    """
+    if bits.dtype.kind == "u":
+        return bits.astype(np.uint64)
+    if bits.dtype.itemsize == 16:
+        halves = np.ascontiguousarray(bits).view(np.uint64).reshape(*bits.shape, 2)
+        mixed: Numbers = halves[..., 0] + halves[..., 1] * _WEIGHTS[1]
+        return mixed
+    return None
+
+
+class Probe:
+    """Samples of both sides of a pair of one shape and type; safe to use from several threads."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.n_rows = prod(shape[:-1]) if len(shape) > 1 else prod(shape)
+        self.n_columns = shape[-1] if len(shape) > 1 else 1
+        self._leading = shape[:-1] if len(shape) > 1 else shape
+        self._columns = probe_positions(self.n_columns)
+        self._rows = probe_positions(self.n_rows)
+        n_signed = self.n_rows if self.n_rows <= _MAX_ROWS else 0
+        self.signatures: list[Numbers] = [np.zeros(n_signed, np.uint64) for _ in range(2)]
+        """uint64[n_rows] of A and of B; empty where there are too many rows."""
+        self.grids: list[Numbers] = [np.zeros((len(self._rows), len(self._columns)), np.uint64) for _ in range(2)]
+        """uint64[<= 16, <= 16]: elements at `probe_positions` of both dimensions."""
+        self.heads: list[Numbers] = [np.zeros(min(HEAD, prod(shape)), np.uint64) for _ in range(2)]
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(array.nbytes for arrays in (self.signatures, self.grids, self.heads) for array in arrays)
+
+    def add(
+        self, a: npt.NDArray[Any], b: npt.NDArray[Any], offsets: tuple[int, ...], sizes: tuple[int, ...], *, same: bool
+    ) -> None:
+        """Take samples of a tile, a slab in global coordinates; ``same`` says that both sides hold equal bits."""
+        width = sizes[-1] if len(sizes) > 1 else 1
+        start = offsets[-1] if len(sizes) > 1 else 0
+        matrices = [array.reshape(-1, width) for array in (a, b)]
+        first_row = self._row_of(offsets)
+        low, high = np.searchsorted(self._columns, [start, start + width]).tolist()
+        columns = self._columns[low:high] - start
+        picked = [as_numbers(matrix[:, columns]) for matrix in (matrices[:1] if same else matrices)]
+        head = first_row * self.n_columns + start
+        with self._lock:
+            for side in (0, 1):
+                numbers = picked[0 if same else side]
+                if numbers is None:
+                    return
+                if len(self.signatures[side]):
+                    weighed = (numbers * _WEIGHTS[low:high]).sum(axis=1, dtype=np.uint64)
+                    self.signatures[side][first_row : first_row + len(numbers)] += weighed
+                inside = np.flatnonzero((self._rows >= first_row) & (self._rows < first_row + len(numbers)))
+                self.grids[side][inside, low:high] = numbers[self._rows[inside] - first_row]
+                if head < len(self.heads[side]):
+                    elements = as_numbers(matrices[side].reshape(-1)[: len(self.heads[side]) - head])
+                    if elements is not None:
+                        self.heads[side][head : head + len(elements)] = elements
+
+    def _row_of(self, offsets: tuple[int, ...]) -> int:
+        """The row that a slab begins in."""
+        row = 0
+        for offset, size in zip(offsets[: len(self._leading)], self._leading, strict=True):
+            row = row * size + offset
+        return row
+
+    def digest(self, side: int) -> bytes:
+        """A short value that is equal for tensors of equal samples."""
+        content = self.signatures[side] if len(self.signatures[side]) else self.grids[side]
+        digest = hashlib.blake2b(np.ascontiguousarray(content).tobytes(), digest_size=16)
+        digest.update(self.heads[side].tobytes())
+        return digest.digest()
