@@ -28,19 +28,21 @@ __all__ = ["DEFAULT_MEMORY_BYTES", "Checkpoint", "TensorView", "open_checkpoint"
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 _TILE_BYTES = 4 << 20  # fits the second-level caches; larger buffers are slower
+_MAX_TILES = 100_000  # beyond that the plan itself costs more than slower buffers do
 _UNIT_BYTES = 64 << 20
 
 
-def plan_limits(memory_budget_bytes: int, n_workers: int) -> PlanLimits:
+def plan_limits(memory_budget_bytes: int, n_workers: int, payload_nbytes: int = 0) -> PlanLimits:
     """Buffer sizes that keep ``n_workers`` workers within the budget.
 
     A worker holds a tile, a packed copy of it and a cast of it; a strided span besides when a tensor is stored oddly.
     """
     per_worker = memory_budget_bytes // max(n_workers, 1)
+    tile_bytes = max(_TILE_BYTES, payload_nbytes // _MAX_TILES)
     return PlanLimits(
-        max_tile_bytes=max(min(_TILE_BYTES, per_worker // 8), 4096),
+        max_tile_bytes=max(min(tile_bytes, per_worker // 8), 4096),
         max_odd_tile_bytes=max(per_worker // 6, 4096),
-        unit_bytes=_UNIT_BYTES,
+        unit_bytes=max(_UNIT_BYTES, tile_bytes),
     )
 
 

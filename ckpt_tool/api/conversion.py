@@ -208,7 +208,8 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         options=options,
     )
     layout = writer.lay_out(request)
-    limits = plan_limits(execution.memory_budget_bytes, execution.n_workers)
+    payload_nbytes = int(source.tensors.nbytes.sum())
+    limits = plan_limits(execution.memory_budget_bytes, execution.n_workers, payload_nbytes)
     plan = make_plan(source, layout.manifest.replace(root=url), limits=limits)
     return Conversion(
         checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),
