@@ -25,6 +25,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.megatron.zarr_reader", "READER", r"/\.zarray$"),
     ("ckpt_tool.formats.megatron.rank_reader", "READER", r"(^|/)mp_rank_[\d_]+/model_optim_rng\.pt$"),
     ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),
+    ("ckpt_tool.formats.torch_checkpointing.reader", "READER", r"^metadata\.pkl$|^[\w-]+_0\.pt$"),
     ("ckpt_tool.formats.dcp.reader", "READER", r"\.metadata$|\.distcp$"),
     ("ckpt_tool.formats.safetensors.rank_files", "READER", r"rank_\d+\.safetensors$|ckpt_layout\.json$"),
     ("ckpt_tool.formats.safetensors.dcp_hf", "READER", r"shard-\d+-.*\.safetensors$"),
@@ -42,6 +43,7 @@ _WRITERS = {
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
     "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),
+    "deepspeed-universal": ("ckpt_tool.formats.deepspeed.universal_writer", "WRITER"),
 }
 
 

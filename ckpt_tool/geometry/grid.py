@@ -21,6 +21,7 @@ __all__ = [
     "Interval",
     "PlacementSpec",
     "chunk_bounds",
+    "cut_order",
     "even_bounds",
     "interval_boxes",
     "mesh_boxes",
@@ -126,6 +127,37 @@ def split_columns(offsets: Int64Array, sizes: Int64Array, dim: int, coord: Int64
     start = np.minimum(coord * piece, left)
     offsets[:, dim] += start
     sizes[:, dim] = np.minimum(start + piece, left) - start
+
+
+def cut_order(axis_sizes: Sequence[int], placements: Sequence[PlacementSpec]) -> list[tuple[int, PlacementSpec]]:
+    """Mesh axes with their placements, in the order in which FSDP2 over tensor parallelism cuts a tensor.
+
+    A strided shard says how many pieces the axes behind it make of the same dimension: these cut first, it cuts each of
+    their pieces, so that it becomes a plain shard behind them. Where sizes divide evenly this is what
+    `placement_intervals` gives for the placements as they are; where they do not, FSDP2 puts rows here, while
+    DTensor's own arithmetic (torch 2.13, ``distribute_tensor``) puts some of them elsewhere. A strided shard that no
+    axes explain stays one. Without strided shards the order is that of the mesh.
+
+    >>> cut_order((4, 2), [("strided", 0, 2), ("shard", 0)])
+    [(1, ('shard', 0)), (0, ('shard', 0))]
+    """
+    order: list[tuple[int, PlacementSpec]] = []
+    for axis in range(len(placements) - 1, -1, -1):
+        placement = placements[axis]
+        behind = 0
+        if placement[0] == "strided":
+            plain = ("shard", placement[1])
+            left = placement[2]
+            explained: set[int] = set()
+            for later, other in sorted(order):
+                if left > 1 and other == plain:
+                    explained.add(later)
+                    left = left // axis_sizes[later] if left % axis_sizes[later] == 0 else 0
+            if left == 1:
+                placement = ("shard", placement[1])
+                behind = max((at + 1 for at, (later, _) in enumerate(order) if later in explained), default=0)
+        order.insert(behind, (axis, placement))
+    return order
 
 
 def placement_intervals(

@@ -48,6 +48,17 @@ def without_optimizer(key: str) -> str | None:
     return None if key.startswith("optim") else key
 
 
+def of_sections(key: str) -> str | None:
+    """ByteCheckpoint's truth: ``model/<name>`` and ``optim/<parameter>/<state>``."""
+    section, name = key.split("/", 1)
+    return f"model.{name}" if section == "model" else f"optimizer.state.{name.replace('/', '.')}"
+
+
+def of_ranks(key: str) -> str | None:
+    """Truth of torch-checkpointing, without ``<name>@<rank>``: a rank's own values are dropped with the rank."""
+    return None if "@" in key else key
+
+
 def peft(key: str) -> str | None:
     """PEFT takes the adapter's name out of the keys that it saves (peft 0.21, ``get_peft_model_state_dict``)."""
     return key.replace("modules_to_save.default.", "").replace(".default.", ".")
@@ -69,7 +80,8 @@ SPECIAL: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
     "deepspeed/peft_lora": ("ckpt", peft),
     "deepspeed/hf_st_tied": ("ckpt", lambda key: None if key == "lm_head.weight" else key),
 }
-NOT_HERE = re.compile(r"deepspeed/(ds_|nanotron|orbax|torchsnapshot)|(bytecheckpoint|megatron|torch_checkpointing)/")
+FAMILIES = {"bytecheckpoint": of_sections, "torch_checkpointing": of_ranks}
+NOT_HERE = re.compile(r"deepspeed/(ds_|nanotron|orbax|torchsnapshot)|megatron/")
 
 
 def cases() -> Iterator[Case]:
@@ -81,7 +93,7 @@ def cases() -> Iterator[Case]:
             if name in seen or NOT_HERE.match(name) or not (folder / "truth.safetensors").exists():
                 continue
             seen.add(name)
-            place, names = SPECIAL.get(name, ("ckpt", same))
+            place, names = SPECIAL.get(name, ("ckpt", FAMILIES.get(folder.parent.name, same)))
             yield Case(name, folder / place, folder / "truth.safetensors", names)
             if name == "torch/dcp_old_t2.1.2":
                 yield Case(f"{name}/ranks", folder, folder / "pt_truth.safetensors", same)

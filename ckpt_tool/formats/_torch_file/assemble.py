@@ -21,7 +21,7 @@ from ckpt_tool.formats._torch_file.placed import Piece, Placed, place
 from ckpt_tool.formats._torch_file.rows import Rows, StoragePlace
 from ckpt_tool.manifest.model import Blob, KeyPath, MeshInfo
 
-__all__ = ["Assembly", "Part", "PlacedBy", "assemble", "by_itself", "same_value"]
+__all__ = ["Assembly", "Part", "PlacedBy", "apart", "assemble", "by_itself", "same_value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def by_itself(part: Part, entry: Entry) -> list[tuple[str, KeyPath, Placed]] | N
     if one is None:
         return None
     if part.is_per_rank and part.rank is not None and one.kind == "plain":
-        return [(*_apart(entry.fqn, entry.path, part.rank), one)]
+        return [(*apart(entry.fqn, entry.path, part.rank), one)]
     return [(entry.fqn, entry.path, one)]
 
 
@@ -136,7 +136,7 @@ def _add_tensor(
     if is_plain and len({(one.dtype, one.shape) for _, _, one in holders}) > 1:
         found.kept_apart.append(fqn)
         for part, _, one in holders:
-            name, own_path = _apart(fqn, path, part.rank)
+            name, own_path = apart(fqn, path, part.rank)
             row = found.rows.add_tensor(name, one.dtype, one.shape, section, own_path)
             _add_pieces(found, row, part, one.pieces)
         return
@@ -156,8 +156,8 @@ def _add_tensor(
         _add_pieces(found, row, part, one.pieces)
 
 
-def _apart(fqn: str, path: KeyPath, rank: int | None) -> tuple[str, KeyPath]:
-    """Name and path of one rank's own tensor."""
+def apart(fqn: str, path: KeyPath, rank: int | None) -> tuple[str, KeyPath]:
+    """Name and path of one rank's own tensor: ``name@rank<r>``."""
     return f"{fqn}@rank{rank}", (*path[:-1], f"{path[-1] if path else fqn}@rank{rank}")
 
 

@@ -18,10 +18,10 @@ from ckpt_tool.errors import FormatError, LayoutError, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global, Stub
 from ckpt_tool.formats._pickle.tensors import TensorRef, WrapperRef
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.grid import PlacementSpec, interval_boxes, placement_intervals
+from ckpt_tool.geometry.grid import PlacementSpec, cut_order, interval_boxes, placement_intervals
 from ckpt_tool.manifest.model import MeshInfo
 
-__all__ = ["Piece", "Placed", "place", "whole"]
+__all__ = ["Piece", "Placed", "held_boxes", "place", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,14 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
         raise FormatError(
             f"a DTensor has {len(placements)} placements and the coordinate {coord} on a mesh of {len(sizes)} axes"
         )
-    order = _cut_order(placements, _attribute(spec, "shard_order"))
+    order = _shard_order(placements, _attribute(spec, "shard_order"))
     try:
-        held, boxes = _held(
+        held, boxes = held_boxes(
             node.shape,
             tuple(sizes[i] for i in order),
             tuple(coord[i] for i in order),
             tuple(placements[i] for i in order),
+            local.shape,
         )
     except LayoutError as error:
         raise FormatError(f"a DTensor of shape {list(node.shape)}: {error.message}") from error
@@ -147,10 +148,33 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
 
 
 @lru_cache(maxsize=4096)
+def held_boxes(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    coord: tuple[int, ...],
+    placements: tuple[PlacementSpec, ...],
+    local: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[tuple[Box, Box], ...]]:
+    """Sizes of what the rank at ``coord`` holds, and its ``(global box, local box)`` pairs; layers of a model repeat.
+
+    Strided shards of uneven dimensions are cut in two ways (`cut_order`), which give different sizes where they
+    disagree: that which gives ``local``, the sizes of the stored tensor, is taken; the first one if neither does.
+
+    Raises:
+        LayoutError: the placements do not fit the mesh or the shape.
+    """
+    first = _held(shape, sizes, coord, placements)
+    if first[0] == local or not any(placement[0] == "strided" for placement in placements):
+        return first
+    order = cut_order(sizes, placements)
+    axes = [axis for axis, _ in order]
+    second = _held(shape, tuple(sizes[i] for i in axes), tuple(coord[i] for i in axes), tuple(one for _, one in order))
+    return second if second[0] == local else first
+
+
 def _held(
     shape: tuple[int, ...], sizes: tuple[int, ...], coord: tuple[int, ...], placements: tuple[PlacementSpec, ...]
 ) -> tuple[tuple[int, ...], tuple[tuple[Box, Box], ...]]:
-    """Shape of the local tensor, and its ``(global box, local box)`` pairs; layers of a model repeat."""
     intervals = placement_intervals(shape, sizes, coord, placements)
     held = tuple(sum(stop - start for start, stop in pieces) for pieces in intervals)
     return held, tuple(interval_boxes(intervals)) if prod(held) else ()
@@ -201,7 +225,7 @@ def _placement(placement: object) -> PlacementSpec:
     raise Unsupported(f"a DTensor placed {name}, which is not known here")
 
 
-def _cut_order(placements: Sequence[PlacementSpec], shard_order: object) -> list[int]:
+def _shard_order(placements: Sequence[PlacementSpec], shard_order: object) -> list[int]:
     """Mesh axes in the order in which they cut.
 
     Left to right, unless ``shard_order`` (2.10 and later) says otherwise for a dimension; strided shards already

@@ -1,0 +1,99 @@
+"""The files of a checkpoint: which item of which rank each one holds, as metadata records it or else by its name.
+
+Without an entry in ``metadata.pkl`` an item's files are ``<item>_<rank>.pt``, or at any path that the writer's program
+chose; then the suffix tells what they are, and the name the item: what stands before the rank, without folders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, SERIALIZATIONS, Saved
+from ckpt_tool.storage.store import Listing
+
+__all__ = ["FileSet", "StoredFile", "find_files", "ranks_by_item"]
+
+TORCH, SAFETENSORS, JSON, RAW = SERIALIZATIONS
+_DEFAULT = re.compile(r"([A-Za-z0-9_-]+)_(\d{1,7})\.pt")
+_RANKED = re.compile(r"(.+)_(\d{1,7})")
+_BY_SUFFIX = {"pt": TORCH, "safetensors": SAFETENSORS, "json": JSON}
+_MAX_RAW_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file."""
+
+    path: str
+    item: str
+    rank: int | None
+    """None where the name tells none."""
+    serialization: str
+    is_recorded: bool
+    """Whether ``metadata.pkl`` lists it, and so the placement of its tensors."""
+
+
+@dataclass(slots=True)
+class FileSet:
+    """All files that matter, and what is amiss with the others."""
+
+    files: list[StoredFile] = field(default_factory=list)
+    """By item in order of first appearance, then by rank."""
+    missing: list[str] = field(default_factory=list)
+    """Recorded files that are not there, although tensors lie in them."""
+    strays: list[str] = field(default_factory=list)
+    """Files of ranks beyond the world size, as a dead attempt leaves them."""
+    left_out: list[str] = field(default_factory=list)
+    """Raw files too large to be an object."""
+
+
+def ranks_by_item(paths: Collection[str]) -> dict[str, set[int]]:
+    """Ranks of the files with default names, by item.
+
+    >>> ranks_by_item(["model_0.pt", "model_1.pt", "notes.txt"])
+    {'model': {0, 1}}
+    """
+    found: dict[str, set[int]] = {}
+    for path in paths:
+        match = _DEFAULT.fullmatch(path)
+        if match is not None:
+            found.setdefault(match[1], set()).add(int(match[2]))
+    return found
+
+
+def find_files(listing: Listing, saved: Saved | None) -> FileSet:
+    """Recorded files first, then what else is there; hidden files are left alone."""
+    found = FileSet()
+    taken = {METADATA_NAME}
+    names: set[tuple[str, int | None]] = set()
+    for item, recorded in (saved.items if saved else {}).items():
+        holders = {rank for groups in recorded.groups.values() for group in groups for rank in group.ranks}
+        for rank, layout in sorted(recorded.layouts.items()):
+            taken.add(layout.path)
+            names.add((item, rank))
+            if layout.path in listing:
+                found.files.append(StoredFile(layout.path, item, rank, layout.serialization, is_recorded=True))
+            elif rank in holders:
+                found.missing.append(layout.path)
+    others: list[StoredFile] = []
+    for path in sorted(listing.sizes):
+        if path in taken or any(part.startswith(".") for part in path.split("/")):
+            continue
+        stem, _, suffix = path.rpartition("/")[2].rpartition(".")
+        serialization = _BY_SUFFIX.get(suffix, RAW)
+        match = _RANKED.fullmatch(stem)
+        named_rank = int(match[2]) if match else None
+        if saved is not None and named_rank is not None and named_rank >= saved.world_size:
+            found.strays.append(path)
+        elif serialization == RAW and listing.nbytes(path) > _MAX_RAW_NBYTES:
+            found.left_out.append(path)
+        else:
+            item = match[1] if match else stem or suffix
+            if (item, named_rank) in names:
+                item = path
+            names.add((item, named_rank))
+            others.append(StoredFile(path, item, named_rank, serialization, is_recorded=False))
+    found.files += sorted(others, key=lambda file: (file.item, -1 if file.rank is None else file.rank, file.path))
+    return found
