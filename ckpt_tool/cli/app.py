@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckpt_tool.cli.cat import cat
+from ckpt_tool.cli.diff import diff
 from ckpt_tool.cli.export import export
 from ckpt_tool.cli.failures import interruptions, reported
 from ckpt_tool.cli.formats import formats
@@ -55,6 +56,7 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(verify)
+app.command()(diff)
 app.command()(reshard)
 app.command()(export)
 app.command()(cat)

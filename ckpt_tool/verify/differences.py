@@ -15,8 +15,8 @@ from ckpt_tool.dtypes import DType
 
 __all__ = ["First", "Tally", "element_values", "same_bits", "tally", "ulp_distances"]
 
-_BLOCK = 1 << 15
-"""Elements looked at together where bits differ: the temporaries stay in the second-level cache."""
+_BLOCK = 1 << 13
+"""Elements looked at together where bits differ; larger temporaries would each be mapped and unmapped by the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,18 @@ def tally(
         part_a, part_b = one[start : start + _BLOCK], other[start : start + _BLOCK]
         if dtype_a == dtype_b:
             picked = np.flatnonzero(_differs(part_a, part_b))
-            if len(picked):
+            if len(picked) == len(part_a):
+                found.add(_measure(part_a, part_b, dtype_a))
+            elif len(picked):
                 found.add(_measure(part_a[picked], part_b[picked], dtype_a))
         else:
             picked = _unequal(part_a, part_b, dtype_a, dtype_b, found)
         if not len(picked):
             continue
-        mask[start + picked] = True
+        if len(picked) == len(part_a):
+            mask[start : start + len(picked)] = True
+        else:
+            mask[start + picked] = True
         if first is None:
             at = int(picked[0])
             first = First(start + at, _text(part_a[at : at + 1], dtype_a), _text(part_b[at : at + 1], dtype_b))
@@ -130,14 +135,26 @@ def ulp_distances(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: DType) -> npt
     """
     if dtype.kind != "float" or dtype.numpy is None:
         return None
-    one, other = a.astype(np.uint64), b.astype(np.uint64)
     if dtype.name == "float8_e8m0fnu":  # no sign
-        return np.maximum(one, other) - np.minimum(one, other)
-    sign = np.uint64(1 << (dtype.bits - 1))
-    size_a, size_b = one & (sign - np.uint64(1)), other & (sign - np.uint64(1))
+        between: npt.NDArray[np.uint64] = np.subtract(np.maximum(a, b), np.minimum(a, b), dtype=np.uint64)
+        return between
+    if dtype.bits < 64:
+        steps = _on_a_line(a, dtype.bits) - _on_a_line(b, dtype.bits)
+        np.abs(steps, out=steps)
+        return steps.view(np.uint64)
+    sign = np.uint64(1 << 63)
+    size_a, size_b = a & (sign - np.uint64(1)), b & (sign - np.uint64(1))
     apart = np.maximum(size_a, size_b) - np.minimum(size_a, size_b)
-    found: npt.NDArray[np.uint64] = np.where((one ^ other) & sign != 0, size_a + size_b, apart)
+    found: npt.NDArray[np.uint64] = np.where((a ^ b) & sign != 0, size_a + size_b, apart)
     return found
+
+
+def _on_a_line(bits: npt.NDArray[Any], width: int) -> npt.NDArray[np.int64]:
+    """Sign and magnitude as one number: neighbours are 1 apart, both zeros are 0."""
+    signed = bits.view(f"i{width // 8}")
+    flips = signed >> (width - 1)  # all ones where the sign bit is set
+    line: npt.NDArray[np.int64] = (((signed & ((1 << (width - 1)) - 1)) ^ flips) - flips).astype(np.int64)
+    return line
 
 
 def _differs(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -159,33 +176,41 @@ def _measure(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: DType) -> Tally:
     if dtype.kind not in {"float", "complex"}:
         _measure_integers(values_a, values_b, found)
         return found
-    nan_a, nan_b = np.isnan(values_a), np.isnan(values_b)
-    both = nan_a & nan_b
-    found.n_nan_payload = int(np.count_nonzero(both))
-    found.n_differing -= found.n_nan_payload
-    is_finite = np.isfinite(values_a) & np.isfinite(values_b)
-    found.n_non_finite = int(np.count_nonzero(~is_finite & ~both))
-    if not is_finite.all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = np.abs(values_a - values_b)
+    if not np.isfinite(apart.max()):  # only then can there be something that is not
+        is_finite = np.isfinite(values_a) & np.isfinite(values_b)
+        found.n_nan_payload = int(np.count_nonzero(np.isnan(values_a) & np.isnan(values_b)))
+        found.n_differing -= found.n_nan_payload
+        found.n_non_finite = int(np.count_nonzero(~is_finite)) - found.n_nan_payload
         a, b, values_a, values_b = a[is_finite], b[is_finite], values_a[is_finite], values_b[is_finite]
-    _measure_values(values_a, values_b, found)
+        apart = _apart(values_a, values_b)
+    _measure_values(values_a, values_b, apart, found)
     distances = ulp_distances(a, b, dtype)
     if distances is not None:
         found.max_ulp = int(distances.max(initial=0))
     return found
 
 
-def _measure_values(a: npt.NDArray[Any], b: npt.NDArray[Any], found: Tally) -> None:
+def _apart(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Distances of finite numbers; where one is larger than any number, the largest number."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart: npt.NDArray[Any] = np.abs(a - b)
+    largest = np.finfo(apart.dtype).max
+    apart[~np.isfinite(apart)] = largest
+    return apart
+
+
+def _measure_values(a: npt.NDArray[Any], b: npt.NDArray[Any], apart: npt.NDArray[Any], found: Tally) -> None:
     """Largest differences of finite numbers."""
     if not len(a):
         return
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        apart = np.abs(a - b)
-        if not np.isfinite(apart).all():  # the difference of two large numbers may be larger than any
-            apart = np.where(np.isfinite(apart), apart, np.finfo(apart.dtype).max)
-        size = np.maximum(np.abs(a), np.abs(b))
+    found.max_abs = float(apart.max())
+    size = np.maximum(np.abs(a), np.abs(b))
+    if size.min() == 0:
         found.n_signed_zero = int(np.count_nonzero(size == 0))
-        found.max_abs = float(apart.max())
-        found.max_rel = float(np.divide(apart, size, out=np.zeros_like(apart), where=size > 0).max())
+        apart, size = apart[size > 0], size[size > 0]
+    found.max_rel = float((apart / size).max(initial=0))
 
 
 def _measure_integers(a: npt.NDArray[Any], b: npt.NDArray[Any], found: Tally) -> None:
@@ -224,7 +249,8 @@ def _unequal(
         is_finite = np.isfinite(one) & np.isfinite(other)
         found.n_non_finite += int(np.count_nonzero(~is_finite))
         part = Tally()
-        _measure_values(one[is_finite], other[is_finite], part)
+        one, other = one[is_finite], other[is_finite]
+        _measure_values(one, other, _apart(one, other), part)
         found.add(part)
         found.n_uncast += _uncast(a[picked], b[picked], dtype_a, dtype_b)
     return picked
