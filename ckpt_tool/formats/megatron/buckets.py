@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import lcm
 
 from ckpt_tool.errors import LayoutError
@@ -68,32 +69,33 @@ def coalesced_starts(
     ends: BucketEnds,
     buffer_starts: Sequence[int] | None = None,
     apart: Collection[int] = (),
-) -> list[int]:
-    """Start of each parameter where buckets are stored end to end, without the padding between them.
+) -> list[int] | None:
+    """Start of each parameter where buckets are stored end to end, without the padding between them; None if none fit.
 
     Args:
         numels: elements of each parameter, in the buffer's order.
         total_numel: elements that are stored (``numel_unpadded``).
         ends: what the run's arguments say about buckets.
-        buffer_starts: where each parameter begins in the buffer in memory, paddings included; None when unknown.
+        buffer_starts: where each parameter begins in the buffer in memory, paddings included; None when unknown. It
+            has the last word over the arguments, which a program that sets up buffers itself may not have filled in.
         apart: numbers of parameters that have a bucket of their own (tied embeddings).
 
     Raises:
-        LayoutError: no way to split the buffer gives these sizes, or several do that place parameters differently.
+        LayoutError: several ways to split the buffer give these sizes, and place parameters differently.
 
     >>> coalesced_starts([64, 100, 30], 222, BucketEnds(1, None))
     [0, 64, 192]
     """
+    if all(numel % ALIGNMENT == 0 for numel in numels):  # no gaps: all splits are the same
+        return list(accumulate(numels, initial=0))[:-1] if sum(numels) == total_numel else None
     search = _Search(numels, total_numel, lcm(ends.n_data_parallel, _BUCKET_END), buffer_starts, apart)
     stated = search.with_bucket_numel(ends.bucket_numel) if ends.is_stated else None
-    if stated is not None:
+    if stated is not None or (ends.is_stated and buffer_starts is None):
         return stated
     found = search.all_starts()
-    if len(found) == 1:
-        return list(next(iter(found)))
+    if len(found) < 2:
+        return [*next(iter(found))] if found else None
     size = f"{total_numel:,} elements of {len(numels):,} parameters ({sum(numels):,} without alignment)"
-    if not found:
-        raise LayoutError(f"no split of the gradient buffer into buckets gives the {size} that are stored")
     raise LayoutError(
         f"{len(found):,} ways to split the gradient buffer into buckets give the {size} that are stored: "
         "the bucket size (args.ddp_bucket_size) is not known"

@@ -41,6 +41,7 @@ class Facts:
     make_vocab_size_divisible_by: int | None = None
     ddp_bucket_size: int | None = None
     swiglu: bool | None = None
+    moe_grouped_gemm: bool | None = None
     untie_embeddings_and_output_weights: bool | None = None
     overlap_grad_reduce: bool | None = None
     use_distributed_optimizer: bool | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._torch_file.placed import Piece
 from ckpt_tool.formats._torch_file.rows import Rows
 from ckpt_tool.formats.base import Source
@@ -71,9 +70,9 @@ def add_gathered(rows: Rows, source: Source, shards: Shards, blobs: Sequence[Blo
         file = open_item(source, blob.where, blob.fqn)
         n_chunks = shards.facts.vpp
         for chunk, dtype, flat, total in stored_buffers(file.root, n_chunks, f"{blob.where}"):
-            ends = bucket_ends(shards.facts, group // max(shards.facts.tp or 1, 1), chunk)
+            ends = bucket_ends(shards.facts, shards.stage_of(group, experts=experts), chunk)
             order, placed = shards.fitting(
-                group, chunk, dtype, _Split(total, ends), experts=experts,
+                group, chunk, dtype, _Split(shards, total, ends), experts=experts,
                 what=f"the {total:,} elements of group {group}",
             )  # fmt: skip
             orders.add(order)
@@ -96,7 +95,8 @@ def add_gathered(rows: Rows, source: Source, shards: Shards, blobs: Sequence[Blo
 class _Split:
     """Segments of one buffer in one bucket, or None when sizes do not fit."""
 
-    def __init__(self, total_numel: int, ends: BucketEnds) -> None:
+    def __init__(self, shards: Shards, total_numel: int, ends: BucketEnds) -> None:
+        self._shards = shards
         self._total = total_numel
         self._ends = ends
 
@@ -105,8 +105,6 @@ class _Split:
         numels = [one.numel for one in locals_]
         if sum(numels) > self._total:
             return None
-        try:
-            starts = coalesced_starts(numels, self._total, self._ends)
-        except LayoutError:
-            return None
-        return [segments(list(zip(locals_, starts, strict=True)))]
+        apart = [number for number, local in enumerate(locals_) if self._shards.is_apart(local)]
+        starts = coalesced_starts(numels, self._total, self._ends, apart=apart)
+        return None if starts is None else [segments(list(zip(locals_, starts, strict=True)))]

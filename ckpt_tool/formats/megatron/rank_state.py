@@ -79,6 +79,12 @@ def states_of(
         starts = coalesced_starts(numels, total, ends, starts_in_memory, apart)
     except LayoutError as error:
         raise LayoutError(error.message, where=where) from None
+    if starts is None:
+        raise LayoutError(
+            f"no split into buckets gives the {total:,} elements that are stored, of {len(members):,} parameters with "
+            f"{sum(numels):,}",
+            where=where,
+        )
     for member, start in zip(members, starts, strict=True):
         for slot, tensor in flat.items():
             yield member, slot, view(tensor, start, member.tensor.shape)

@@ -103,9 +103,8 @@ def registered(
         | (outside - {*table["before"], *table["after"]})
     )
     if unknown:
-        raise LayoutError(
-            f"the order in which {unknown[0]!r} is registered is not known ({len(unknown):,} such weights)"
-        )
+        more = f" (nor that of {len(unknown) - 1:,} others)" if len(unknown) > 1 else ""
+        raise LayoutError(f"the order in which {unknown[0]!r} is registered is not known{more}")
     chunk = [Parameter(key, ()) for key in table["before"] if key in outside and is_first]
     for layer in layers:
         of_layer = {**{rest: (key, True) for rest, key in stacked.items()}}

@@ -59,6 +59,20 @@ class Shards:
             world_size=self.world_size,
         )
 
+    def stage_of(self, group: int, *, experts: bool) -> int:
+        """Pipeline stage of a group of the optimizer's keys.
+
+        Raises:
+            LayoutError: the run's parallel sizes are not known, or there is no such group.
+        """
+        tp, pp = self.facts.tp, self.facts.pp
+        if tp is None or pp is None:
+            raise LayoutError("the tensor- and pipeline-parallel sizes of the run are not known: no args were saved")
+        stage = group // (self.facts.ep * (self.facts.etp or tp) if experts else tp)
+        if stage >= pp:
+            raise LayoutError(f"group {group} of the optimizer is of stage {stage}, the run had {pp} stages")
+        return stage
+
     def local(self, group: int, chunk: int, dtype: str, *, order: str, is_grouped: bool, experts: bool) -> list[Local]:
         """A rank's parameters of one element type in one model chunk, in the order of the gradient buffer.
 
@@ -73,17 +87,12 @@ class Shards:
         Raises:
             LayoutError: a fact is missing, or contradicts the stored boxes.
         """
-        facts, tp, pp = self.facts, self.facts.tp, self.facts.pp
-        if tp is None or pp is None:
-            raise LayoutError("the tensor- and pipeline-parallel sizes of the run are not known: no args were saved")
-        ep, etp = facts.ep, facts.etp or tp
-        if experts:
-            stage, rest = divmod(group, ep * etp)
-            expert_rank, tensor_rank = divmod(rest, etp)
-        else:
-            (stage, tensor_rank), expert_rank = divmod(group, tp), 0
-        if stage >= pp:
-            raise LayoutError(f"group {group} of the optimizer is none of {pp} stages times {tp} tensor-parallel ranks")
+        facts = self.facts
+        stage = self.stage_of(group, experts=experts)
+        tp, pp, ep = facts.tp or 1, facts.pp or 1, facts.ep
+        etp = facts.etp or tp
+        tensor_rank = group % (etp if experts else tp)
+        expert_rank = group // etp % ep if experts else 0
         tensors = self.weights.tensors
         layers = chunk_layers(self.stages[stage], facts.vpp)[chunk]
         n_experts = facts.num_experts or 0
@@ -127,23 +136,29 @@ class Shards:
         Raises:
             LayoutError: no order fits, or several that mean different places do and the run does not say which.
         """
-        found: dict[tuple[tuple[Segment, ...], ...], list[str]] = {}
+        found: dict[tuple[tuple[Segment, ...], ...], list[tuple[str, bool]]] = {}
         for order, is_grouped in product(order_names(), (False, True)):
             tried = split(self.local(group, chunk, dtype, order=order, is_grouped=is_grouped, experts=experts))
             if tried is not None:
-                found.setdefault(tuple(tuple(of_bucket) for of_bucket in tried), []).append(order)
-        stated = self.facts.transformer_impl
-        if len(found) > 1 and stated is not None:
-            found = {segments_: names for segments_, names in found.items() if stated in names}
+                found.setdefault(tuple(tuple(of_bucket) for of_bucket in tried), []).append((order, is_grouped))
+        for position, stated in enumerate((self.facts.transformer_impl, self.facts.moe_grouped_gemm)):
+            if len(found) > 1 and stated is not None:
+                found = {s: names for s, names in found.items() if stated in {name[position] for name in names}}
         if len(found) == 1:
-            segments_, names = next(iter(found.items()))
-            return names[0], segments_
+            placed, names = next(iter(found.items()))
+            return names[0][0], placed
         if not found:
             raise LayoutError(f"no known order of registration fits {what}")
+        readings = " and ".join(f"{order}{', experts grouped' * grouped}" for (order, grouped), *_ in found.values())
         raise LayoutError(
-            f"{len(found)} orders of registration fit {what}: {' and '.join(names[0] for names in found.values())}; "
-            "args.transformer_impl does not tell which"
+            f"{len(found)} orders of registration fit {what}: {readings}; args.transformer_impl and "
+            "args.moe_grouped_gemm do not tell which"
         )
+
+    def is_apart(self, local: Local) -> bool:
+        """Whether the parameter has a bucket of its own: an embedding that the first and the last stage share."""
+        is_shared = self.facts.untie_embeddings_and_output_weights is False and (self.facts.pp or 1) > 1
+        return is_shared and local.key == "embedding.word_embeddings.weight"
 
 
 def segments(held: Sequence[tuple[Local, int]]) -> list[Segment]:
