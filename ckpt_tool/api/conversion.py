@@ -209,7 +209,10 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
     )
     layout = writer.lay_out(request)
     payload_nbytes = int(source.tensors.nbytes.sum())
-    limits = plan_limits(execution.memory_budget_bytes, execution.n_workers, payload_nbytes)
+    limits = replace(
+        plan_limits(execution.memory_budget_bytes, execution.n_workers, payload_nbytes),
+        in_file_order=not is_local(url),
+    )
     plan = make_plan(source, layout.manifest.replace(root=url), limits=limits)
     return Conversion(
         checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),

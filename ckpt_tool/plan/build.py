@@ -14,6 +14,7 @@ from ckpt_tool.geometry.overlaps import exact_duplicates, overlapping_pairs
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.plan import sequence
 from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
@@ -31,6 +32,8 @@ class PlanLimits:
     """Buffer for a tensor stored with odd strides (transposed, expanded), which is not cut if it fits."""
     unit_bytes: int
     """About this many bytes are executed and journaled together."""
+    in_file_order: bool = False
+    """Fill every target file from its first byte to its last, for storage without seek; may read some bytes twice."""
 
 
 def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan:
@@ -49,7 +52,7 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan
     available = _distinct_sources(source, source_tensor, width)
     needed_key = source_tensor[target.chunks.tensor]
     needed = Boxes(needed_key, _pad(target.chunks.offsets, width, 0), _pad(target.chunks.sizes, width, 1))
-    regions, region_of_chunk = _regions(needed, target.chunks)
+    regions, region_of_chunk = _regions(needed, target.chunks, in_file_order=limits.in_file_order)
     tiles, tile_region = _tiles(source, regions, limits)
 
     reads = join_boxes(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
@@ -153,7 +156,7 @@ def _distinct_sources(source: Manifest, wanted: IntArray, width: int) -> _Availa
     return _Available(Boxes(key[first], offsets[first], sizes[first]), rows[first])
 
 
-def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
+def _regions(needed: Boxes, chunks: ChunkTable, *, in_file_order: bool) -> tuple[Boxes, IntArray]:
     """Boxes to be read, keyed by source tensor, in the order in which the target's files want them.
 
     A tensor whose distinct target boxes fill their bounding box is one region, so that its bytes are read once
@@ -179,8 +182,11 @@ def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
 
     # region label per live chunk: the tensor's own region, or the box's
     label = np.where(fills[tensor_of_chunk], tensor_of_chunk, n + box)
-    labels, region = np.unique(label, return_inverse=True)
     position = np.lexsort((chunks.offset[live], chunks.file[live]))
+    if in_file_order:
+        label, turn = sequence.in_file_order(label, chunks.file[live], chunks.offset[live])
+        position = np.lexsort((chunks.offset[live], chunks.file[live], turn))
+    labels, region = np.unique(label, return_inverse=True)
     first_position = np.full(len(labels), len(live), dtype=np.int64)
     rank = np.empty(len(live), dtype=np.int64)
     rank[position] = np.arange(len(live))
@@ -189,7 +195,7 @@ def _regions(needed: Boxes, chunks: ChunkTable) -> tuple[Boxes, IntArray]:
     new_number = np.empty(len(labels), dtype=np.int64)
     new_number[order] = np.arange(len(labels))
     representative = position[first_position[order]]
-    whole = fills[tensor_of_chunk[representative]]
+    whole = label[representative] < n
     region_low = np.where(whole[:, None], low[tensor_of_chunk[representative]], offsets[representative])
     region_high = np.where(whole[:, None], high[tensor_of_chunk[representative]], (offsets + sizes)[representative])
     region_of_chunk = np.full(len(needed), -1, dtype=np.int64)
