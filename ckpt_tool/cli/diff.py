@@ -64,9 +64,10 @@ def diff(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two checkpoints of any format and layout, tensor by tensor.
+    """Compare two checkpoints, tensor by tensor.
 
-    Bits are compared first, values where bits differ; NaN equals NaN of the same bits.
+    Either may be of any format and layout. Bits are compared first, values where bits differ; NaN equals NaN of the
+    same bits.
     Exit status 0 when all is the same, 1 when anything differs.
 
     With --json: schema "ckpt-tool/diff/1": same, quick, seconds, compared_nbytes, a and b {url, format, tensors,

@@ -85,7 +85,14 @@ def tally(
 
     Elements of two types are compared as exact values: -0 is then 0, and NaN equals NaN.
     """
-    one, other = a.reshape(-1), b.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN that signal, differences larger than any number
+        found, first, mask = _tally(a.reshape(-1), b.reshape(-1), dtype_a, dtype_b)
+    return found, first, mask.reshape(a.shape)
+
+
+def _tally(
+    one: npt.NDArray[Any], other: npt.NDArray[Any], dtype_a: DType, dtype_b: DType
+) -> tuple[Tally, First | None, npt.NDArray[np.bool_]]:
     found = Tally(n_compared=len(one))
     mask = np.zeros(len(one), dtype=np.bool_)
     first: First | None = None
@@ -108,7 +115,7 @@ def tally(
         if first is None:
             at = int(picked[0])
             first = First(start + at, _text(part_a[at : at + 1], dtype_a), _text(part_b[at : at + 1], dtype_b))
-    return found, first, mask.reshape(a.shape)
+    return found, first, mask
 
 
 def element_values(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any] | None:
@@ -176,8 +183,7 @@ def _measure(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: DType) -> Tally:
     if dtype.kind not in {"float", "complex"}:
         _measure_integers(values_a, values_b, found)
         return found
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart = np.abs(values_a - values_b)
+    apart = np.abs(values_a - values_b)
     if not np.isfinite(apart.max()):  # only then can there be something that is not
         is_finite = np.isfinite(values_a) & np.isfinite(values_b)
         found.n_nan_payload = int(np.count_nonzero(np.isnan(values_a) & np.isnan(values_b)))
@@ -194,8 +200,7 @@ def _measure(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: DType) -> Tally:
 
 def _apart(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Distances of finite numbers; where one is larger than any number, the largest number."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart: npt.NDArray[Any] = np.abs(a - b)
+    apart: npt.NDArray[Any] = np.abs(a - b)
     largest = np.finfo(apart.dtype).max
     apart[~np.isfinite(apart)] = largest
     return apart
@@ -260,8 +265,7 @@ def _uncast(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype_a: DType, dtype_b: D
     """Elements of the narrower type that are not the rounded ones of the wider."""
     if dtype_a.bits < dtype_b.bits or (dtype_a.bits == dtype_b.bits and dtype_a.kind != "float"):
         a, b, dtype_a, dtype_b = b, a, dtype_b, dtype_a
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = a.view(dtype_a.as_numpy()).astype(dtype_b.as_numpy())
+    rounded = a.view(dtype_a.as_numpy()).astype(dtype_b.as_numpy())
     narrow = b.view(dtype_b.as_numpy())
     return int(np.count_nonzero(rounded != narrow))
 
