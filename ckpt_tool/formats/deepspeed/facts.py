@@ -68,6 +68,7 @@ def facts_of(
         "averaged": sorted(placement.averaged),
         "unjoined": sorted(placement.unjoined),
         "shared": dict(sorted(weights.aliases.items())),
+        "buffers": sorted(weights.buffers),
         "weights_are_masters": weights.is_stage3 and bool(found.optims),
     }
     return {key: value for key, value in facts.items() if type(value) is int or value}

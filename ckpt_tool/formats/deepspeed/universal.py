@@ -26,7 +26,7 @@ from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.deepspeed.build import build, optimizer_values, state_name, weight_name
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
 from ckpt_tool.formats.deepspeed.findings import checkpoint_findings
-from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file
+from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import Weights, weights_of
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, mapping, open_checkpoint
@@ -54,8 +54,10 @@ class UniversalReader:
 
     def probe(self, source: Source) -> Probe:
         """By names alone."""
-        if source.listing.entry is not None:
-            return Probe(0.0, "a single file; a universal checkpoint is a folder")
+        entry = source.listing.entry
+        if entry is not None:
+            text = single_file_text(source) if entry == LATEST_UNIVERSAL else None
+            return Probe(0.0, "a single file, not a folder") if text is None else Probe(0.95, f"{entry} is {text}")
         if _state_files(source.listing.sizes, ""):
             return Probe(0.95, "zero/<parameter>/fp32.pt")
         if LATEST_UNIVERSAL in source.listing:
