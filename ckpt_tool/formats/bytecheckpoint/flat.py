@@ -139,6 +139,9 @@ def unflattened(
     metas: list[TensorMeta] = []
     taken: list[_Pieces] = []
     width = max([tensors.shape.shape[1], *(len(s.shape) for one in flat.values() for s in one.segments)])
+    if not len(chunks):  # a table without rows has no columns either
+        nothing = np.zeros((0, width), dtype=np.int64)
+        chunks = chunks.replace(offsets=nothing, sizes=nothing.copy())
     names = {segment.fqn for one in flat.values() for segment in one.segments}
     for row in range(len(tensors)):
         meta = tensors.record(row)
