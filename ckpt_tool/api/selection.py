@@ -54,7 +54,7 @@ def select_tensors(
     if missing:
         named = ", ".join(str(path) for path in missing[:3])
         raise CoverageError(
-            f"{len(missing):,} files are missing, and which tensors they held is not known: {named}",
+            f"tensors of {len(missing):,} missing files would be lost: {named}",
             where=checkpoint.url,
             hint=f'fetch them; "ckpt verify {checkpoint.url}" lists all',
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Finding
@@ -72,6 +73,8 @@ def _report(
     progress: Callable[[Progress], None] | None,
     started: float,
 ) -> VerifyReport:
+    if level != "quick":
+        _load_groups(checkpoint)
     manifest, source = checkpoint.manifest, checkpoint.source
     extents = measure(manifest, source.listing)
     structure: list[Finding] = list(structure_findings(manifest, source.listing, extents))
@@ -105,6 +108,13 @@ def _report(
         covered_nbytes=covered_nbytes,
         seconds=time.perf_counter() - started,
     )
+
+
+def _load_groups(checkpoint: Checkpoint) -> None:
+    """Load which parameters each optimizer has; what cannot be read is found by the checks."""
+    rows = [row for row, blob in enumerate(checkpoint.manifest.blobs) if "param_groups" in blob.fqn]
+    with suppress(CkptError):
+        checkpoint.load_blobs(rows)
 
 
 def _n_workers(asked: int | None, concurrency: int) -> int:

@@ -42,6 +42,11 @@ def run_plan(
         StorageError: no space, or the storage failed; the unfinished target stays and can be resumed.
     """
     try:
+        _check_space(plan, target)
+    except StorageError:
+        target.abandon(discard=not target.is_resumed)  # nothing was written yet
+        raise
+    try:
         yield from _run(plan, layout, store, target, options)
     except BaseException:
         target.abandon()
@@ -52,7 +57,6 @@ def _run(
     plan: Plan, layout: LayOut, store: Store, target: Target, options: EngineOptions
 ) -> Iterator[Progress | RunReport]:
     started = time.perf_counter()
-    _check_space(plan, target)
     files = layout.manifest.files
     journal = Journal(Path(target.journal_path), plan.fingerprint) if target.journal_path is not None else None
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._content import HEAD_NBYTES, content_of
 from ckpt_tool.formats.base import Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
@@ -16,6 +16,7 @@ __all__ = ["detect"]
 _TAKEN_ABOVE = 0.5
 _SURE = 0.9
 _MAX_FOLDERS_TRIED = 64
+_DESCRIBING = (".metadata", ".distcp", ".json")  # not listed among the files that hold tensors, or without any
 _UNFINISHED = "CKPT_UNFINISHED"
 
 
@@ -59,7 +60,7 @@ def _about_file(source: Source, probes: list[tuple[Probe, Reader]]) -> FormatErr
     whole = Source(source.store, replace(source.listing, entry=None))
     in_folder = [(reader.probe(whole), reader) for reader in readers()]
     best, reader = max(in_folder, key=lambda pair: pair[0].confidence)
-    if best.confidence > _TAKEN_ABOVE:
+    if best.confidence > _TAKEN_ABOVE and _is_part(entry, reader, whole):
         return NotFound(
             f"one file of a {reader.name} checkpoint, not the whole ({best.why})",
             where=f"{url}/{entry}",
@@ -69,6 +70,16 @@ def _about_file(source: Source, probes: list[tuple[Probe, Reader]]) -> FormatErr
     if content is not None:
         return FormatError(f"is {content.what}, which is no checkpoint", where=f"{url}/{entry}", hint=content.fix)
     return FormatError(f"no known checkpoint format ({_reasons(probes)})", where=f"{url}/{entry}")
+
+
+def _is_part(entry: str, reader: Reader, whole: Source) -> bool:
+    """Whether the file belongs to the checkpoint of its folder, not just lies beside it."""
+    if entry.endswith(_DESCRIBING):
+        return True
+    try:
+        return entry in reader.read(whole).files.index
+    except CkptError:
+        return True
 
 
 def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFound:

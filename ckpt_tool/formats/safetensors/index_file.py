@@ -63,7 +63,8 @@ class SafetensorsIndexReader(ResolvedReader):
         """The manifest of what the headers hold.
 
         ``info`` has ``index`` (its path or None), ``metadata`` (of the first file), ``missing_files`` where the index
-        names files that are not here, and the companions. Notes say where index and headers differ.
+        names files that are not here, with tensors that no other file has, and the companions. Notes say where index
+        and headers differ.
 
         Raises:
             FormatError: without an index, one tensor is in two files.
@@ -78,7 +79,9 @@ class SafetensorsIndexReader(ResolvedReader):
         )
         tensors, chunks, files = tables(boxes, found.paths, source.listing)
         info, notes = read_companions(source)
-        missing = [p for p in found.index.files if p not in source.listing] if found.index else []
+        wanted = found.index.weight_map if found.index else {}
+        lost = {path for fqn, path in wanted.items() if fqn not in taken_from}
+        missing = [p for p in found.index.files if p in lost and p not in source.listing] if found.index else []
         missing = list(dict.fromkeys([*missing, *_missing_siblings(found.paths)]))
         notes = [*_notes(found, source.listing), *notes, *tied_note(info, tensors.index)]
         info = {

@@ -97,7 +97,8 @@ class HfBinReader:
         assembly = assemble(parts, section_of)
         faults = [f for f in _index_findings(found, source) if f.kind not in {"total-size", "stray-file"}]
         assembly.notes += [finding.message for finding in faults]
-        missing = [path for path in found.index.files if path not in source.listing]
+        lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
+        missing = [path for path in found.index.files if path in lost and path not in source.listing]
         info = {"index": found.index.path, **({"missing_files": missing} if missing else {})}
         return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
 

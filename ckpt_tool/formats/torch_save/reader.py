@@ -64,6 +64,8 @@ class TorchSaveReader:
     def _probe_file(self, source: Source, path: str) -> Probe:
         if not _is_torch_file(source, path):
             return Probe(0.0, f"{path} does not begin as torch.save's files do")
+        if path.endswith(".distcp"):  # items of DCP are torch.save files, one after the other
+            return Probe(0.4, f"{path} is one file of a DCP checkpoint")
         named = rank_file(path)
         if named is not None:
             siblings = [p for p in source.listing.sizes if (other := rank_file(p)) and other.family == named.family]

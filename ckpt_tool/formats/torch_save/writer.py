@@ -51,8 +51,8 @@ class TorchSaveWriter:
         check_dtypes(request.tensors)
         row_of_tensor = _whole_rows(request)
         path = request.options.file_name or _FILE_NAME
-        if "/" in path:
-            raise UsageError(f"{path!r} is no file name", hint="name it like checkpoint.pt")
+        if "/" in path or path.endswith((".safetensors", ".json")):
+            raise UsageError(f"{path!r} is no name for a torch.save file", hint="name it like checkpoint.pt")
         tensors = request.tensors
         values: list[tuple[KeyPath, Any]] = [
             (meta.path, fresh_tensor(key, meta.dtype, meta.shape)) for key, meta in enumerate(tensors)
