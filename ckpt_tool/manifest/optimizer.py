@@ -24,6 +24,9 @@ ParameterKey = str | int
 """How an optimizer calls a parameter: its fqn, or its number in the order in which the optimizer was given them."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_SLOTS = frozenset(
+    {"param", "fp32_param", "master_param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,9 @@ def _parameter_key(part: str | int) -> ParameterKey:
 
 
 def _state_entries(rest: KeyPath, value: Any, *, is_loaded: bool) -> Iterator[tuple[ParameterKey, str]]:
-    if len(rest) >= 2:
+    if len(rest) >= 2 and rest[0] in _SLOTS and rest[-1] not in _SLOTS:  # Megatron: `state.exp_avg.<fqn>`
+        yield ".".join(str(part) for part in rest[1:]), str(rest[0])
+    elif len(rest) >= 2:
         yield _parameter_key(rest[0]), ".".join(str(part) for part in rest[1:])
     elif len(rest) == 1 and is_loaded and not value:
         yield _parameter_key(rest[0]), ""  # an empty dict: an optimizer without momentum, or no gradient yet

@@ -117,7 +117,7 @@ class MegatronDistReader:
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Files that are missing, cut or unknown, items unlike the metadata, and what Megatron would miss."""
         distcp = _distcp_only(manifest)
-        yield from checks.file_findings(source, distcp)
+        yield from checks.file_findings(source, manifest)
         items = resolve.located_items(source, distcp, np.arange(len(distcp.chunks), dtype=np.int64))
         for located in items:
             nbytes = source.listing.sizes.get(located.item.path)

@@ -14,6 +14,8 @@ from ckpt_tool.manifest.model import MeshInfo
 
 __all__ = ["Facts", "facts_of"]
 
+_MAX_NUMBER = 1 << 48
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -92,6 +94,7 @@ def facts_of(args: object) -> Facts:
     taken: dict[str, Any] = {}
     for field in fields(Facts):
         value = found.get(field.name)
-        if type(value).__name__ == str(field.type).partition(" ")[0]:
+        is_sound = not isinstance(value, int) or abs(value) < _MAX_NUMBER
+        if is_sound and type(value).__name__ == str(field.type).partition(" ")[0]:
             taken[field.name] = value
     return Facts(**taken)

@@ -86,11 +86,12 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     seen = [max(coord[axis] for coord in coords) + 1 for axis in range(3)]
     stated = (facts.pp, facts.ep if facts.expert_model_parallel_size else None, facts.tp)
     pp, ep, tp = (max(a, b or 0) for a, b in zip(seen, stated, strict=True))
-    absent = [(p, e, t) for p in range(pp) for e in range(ep) for t in range(tp) if (p, e, t) not in coords]
-    if absent:
-        stage, expert, tensor = absent[0]
+    n_absent = pp * ep * tp - len(coords)
+    if n_absent:
+        grid = ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp))
+        stage, expert, tensor = next(coord for coord in grid if coord not in coords)
         raise NotFound(
-            f"{len(absent):,} of {pp * ep * tp:,} rank folders are missing, such as tensor-parallel rank {tensor} of "
+            f"{n_absent:,} of {pp * ep * tp:,} rank folders are missing, such as tensor-parallel rank {tensor} of "
             f"stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
             where=folders[0].name,
             hint="copy the folders of all model-parallel ranks",

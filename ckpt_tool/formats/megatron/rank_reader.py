@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,21 +13,19 @@ from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
-from ckpt_tool.formats._torch_file.placed import Piece
-from ckpt_tool.formats._torch_file.rows import Rows, StoragePlace
+from ckpt_tool.formats._torch_file.rows import Rows
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.megatron.common_state import Common, common_of
-from ckpt_tool.formats.megatron.facts import Facts, facts_of
-from ckpt_tool.formats.megatron.gathered import bucket_ends
+from ckpt_tool.formats.megatron.facts import facts_of
 from ckpt_tool.formats.megatron.joined import joined, with_folder
-from ckpt_tool.formats.megatron.keys import state_name, weight_name
+from ckpt_tool.formats.megatron.keys import weight_name
 from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
-from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, OPTIMIZER_FILE, Grid, check_ranks, grid_of, rank_folders
-from ckpt_tool.formats.megatron.rank_model import Coord, Member, RankModel, model_chunks
-from ckpt_tool.formats.megatron.rank_state import buffers_of, states_of, stored_buffers
+from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, Grid, check_ranks, grid_of, rank_folders
+from ckpt_tool.formats.megatron.rank_model import Coord, RankModel, model_chunks
+from ckpt_tool.formats.megatron.rank_optimizer import RankOptimizer, add_member, read_optimizer
+from ckpt_tool.formats.megatron.rank_whole_state import has_whole_state, without_whole_state
 from ckpt_tool.formats.megatron.replicas import replica_findings
-from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
@@ -85,10 +82,10 @@ class MegatronLegacyReader:
         rows = Rows()
         for (coord, _), members in model.members.items():
             for member in members:
-                _add(rows, member, weight_name(member.key), member.tensor, member, files[coord], grid.number(coord))
-        state = _State(inner, grid, facts, model)
-        state.add(rows)
-        return _manifest(self.name, source, location, common, model, rows, state, files, grid)
+                name = weight_name(member.key)
+                add_member(rows, member, name, member.tensor, files[coord], grid.number(coord))
+        optimizer = read_optimizer(inner, grid, facts, model, files)
+        return _manifest(self.name, source, location, common, model, rows, optimizer, files, grid)
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         """Payload offsets by local headers: one request per file, and the headers of the rows asked for."""
@@ -125,7 +122,10 @@ def _common(file: TorchFile) -> Common:
     """What a rank's file holds besides weights and random states."""
     root = file.root if isinstance(file.root, Mapping) else {}
     own = [key for key in root if isinstance(key, str) and (key.startswith("model") or key == "rng_state")]
-    return common_of(file, file.path, own)
+    if not has_whole_state(root.get("optimizer")):
+        return common_of(file, file.path, own)
+    pruned = {**root, "optimizer": without_whole_state(root["optimizer"])}
+    return common_of(replace(file, root=pruned), file.path, own)
 
 
 def _rules(source: Source, location: Location) -> ParallelRules:
@@ -135,72 +135,6 @@ def _rules(source: Source, location: Location) -> ParallelRules:
         if path in source.listing:
             rules = rules.with_own(source.read_whole(path).decode("utf-8", "replace"), path)
     return rules
-
-
-def _add(
-    rows: Rows,
-    member: Member,
-    name: tuple[str, tuple[str | int, ...]],
-    tensor: Any,
-    like: Member,
-    file: TorchFile,
-    rank: int,
-) -> None:
-    """Chunks for what one rank holds of a weight, or of a slot of its state."""
-    fqn, path = name
-    number = rows.add_tensor(fqn, tensor.dtype, like.shape, section_of(path, fqn), path)
-    for box, part in member.placed(tensor):
-        if not Box.whole(like.shape).contains(box):
-            raise FormatError(f"{fqn!r}: {box} lies outside {list(like.shape)}: ranks differ in shape", where=file.path)
-        place: StoragePlace | None = file.storages.get(part.storage.key)
-        if place is None:
-            raise FormatError(f"needs storage {part.storage.key!r}, which is not in the file", where=file.path)
-        if box.volume:
-            rows.add_piece(number, Piece(box, Box.whole(box.sizes), part), place, rank=rank, big_endian=file.big_endian)
-
-
-@dataclass
-class _State:
-    """The optimizer state of all ranks."""
-
-    source: Source
-    grid: Grid
-    facts: Facts
-    model: RankModel
-    files: list[TorchFile] = field(default_factory=list)
-    undecoded: str | None = None
-
-    def add(self, rows: Rows) -> None:
-        """Chunks for the state in each rank's ``distrib_optim.pt``; what cannot be placed is noted."""
-        paths = {
-            coord: path
-            for coord, name in self.grid.folders.items()
-            if (path := f"{name}/{OPTIMIZER_FILE}") in self.source.listing
-        }
-        if not paths:
-            return
-        absent = sorted(set(self.grid.folders) - set(paths))
-        if absent:
-            raise NotFound(
-                f"{len(absent):,} of {len(self.grid.folders):,} ranks lack it, the others have it",
-                where=f"{self.grid.folders[absent[0]]}/{OPTIMIZER_FILE}",
-            )
-        self.files = open_torch_files(self.source, list(paths.values()))
-        for (coord, path), file in zip(paths.items(), self.files, strict=True):
-            self._add_rank(rows, coord, path, file)
-
-    def _add_rank(self, rows: Rows, coord: Coord, path: str, file: TorchFile) -> None:
-        optimizers = file.root if isinstance(file.root, list) else [file.root]
-        n_chunks = sum(at == coord for at, _ in self.model.members)
-        for number, optimizer in enumerate(optimizers):
-            if optimizer is None:  # dense state of this expert-parallel rank is in another one's file
-                continue
-            experts = None if len(optimizers) == 1 else number == 1
-            for chunk, dtype, flat, total in stored_buffers(optimizer, n_chunks, path):
-                members = buffers_of(self.model.members[coord, chunk], dtype, experts=experts)
-                ends = bucket_ends(self.facts, coord[0], chunk)
-                for member, slot, tensor in states_of(members, flat, total, ends, path):
-                    _add(rows, member, state_name(slot, member.key), tensor, member, file, self.grid.number(coord))
 
 
 def _random_states(files: Mapping[Coord, TorchFile], grid: Grid) -> Assembly:
@@ -220,12 +154,14 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
     common: Common,
     model: RankModel,
     rows: Rows,
-    state: _State,
+    optimizer: RankOptimizer,
     files: Mapping[Coord, TorchFile],
     grid: Grid,
 ) -> Manifest:
     random_states = _random_states(files, grid)
-    tables = joined(joined(rows.tables(), common.assembly.rows.tables()), random_states.rows.tables())
+    tables = rows.tables()
+    for more in (optimizer.rows, common.assembly.rows, random_states.rows):
+        tables = joined(tables, more.tables())
     extra = [
         Blob(fqn, "value", None, value, ("model", fqn.removeprefix("model.")), None, is_loaded=True)
         for fqn, value in model.extra_states
@@ -235,8 +171,8 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         "step": common.iteration,
         "world_size": facts.world_size,
         "folder": location.folder or None,
-        "optimizer_form": "distrib_optim" if state.files else None,
-        "optimizer_undecoded": state.undecoded,
+        "optimizer_form": optimizer.form,
+        "optimizer_undecoded": optimizer.undecoded,
         "layer_stages": model.stages,
         "args": facts.described() or None,
         "int_keyed_dicts": list(common.int_keyed) or None,
@@ -251,5 +187,14 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         blobs=(*extra, *common.assembly.blobs, *random_states.blobs),
         mesh=facts.mesh(),
         info={key: value for key, value in known.items() if value is not None},
-        notes=(*location.notes, *model.notes, *common.notes()),
+        notes=tuple(_notes(location, model, optimizer, common)),
     )
+
+
+def _notes(location: Location, model: RankModel, optimizer: RankOptimizer, common: Common) -> Iterator[str]:
+    """What a person should know."""
+    yield from location.notes
+    yield from model.notes
+    if optimizer.undecoded is not None:
+        yield f"optimizer state keeps the form of the files, each rank's apart: {optimizer.undecoded}"
+    yield from common.notes()

@@ -59,6 +59,22 @@ class Shards:
             world_size=self.world_size,
         )
 
+    @cached_property
+    def n_experts(self) -> int:
+        """Experts of a layer, by the shape of their stacked weights; 0 without any.
+
+        Raises:
+            LayoutError: the run had another number.
+        """
+        tensors = self.weights.tensors
+        stacked = [key for key in self.keys if key.startswith("decoder.layers.mlp.experts.experts.")]
+        found = {tensors.shape_of(tensors.index[key])[1:2] for key in stacked}
+        counts = {count for shape in found for count in shape}
+        stated = self.facts.num_experts
+        if len(counts) > 1 or (counts and stated not in (None, *counts)):
+            raise LayoutError(f"experts' weights are of {sorted(counts)} experts, the run had {stated}")
+        return counts.pop() if counts else 0
+
     def stage_of(self, group: int, *, experts: bool) -> int:
         """Pipeline stage of a group of the optimizer's keys.
 
@@ -95,8 +111,7 @@ class Shards:
         expert_rank = group // etp % ep if experts else 0
         tensors = self.weights.tensors
         layers = chunk_layers(self.stages[stage], facts.vpp)[chunk]
-        n_experts = facts.num_experts or 0
-        own = n_experts // ep
+        own = self.n_experts // ep
         chosen = range(expert_rank * own, (expert_rank + 1) * own)
         parameters = registered(
             self.keys, layers, chosen, order=order, is_grouped=is_grouped,

@@ -12,6 +12,7 @@ from ckpt_tool.errors import FormatError, NotFound, UnsafePickle
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.dist_reader import READER
 from ckpt_tool.manifest.finding import Severity
+from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
@@ -289,3 +290,21 @@ def test_incomplete_iteration_is_not_read() -> None:
     del files["iter_0000010/metadata.json"]
     with pytest.raises(NotFound, match="iter_0000010 is not complete"):
         READER.read(source_of(MemoryStore(files)))
+
+
+@pytest.mark.parametrize("name", ["td_full_t2p2d2", "td_dpr_t2p2d2", "old012_fsms_t2p1d2"])
+def test_optimizer_is_seen_by_parameter(name: str) -> None:
+    """State that is stored slot by slot is seen parameter by parameter: each weight has a master and two moments."""
+    manifest = READER.read(source_at(name))
+    view = next(view for view in optimizer_views(manifest) if len(view.parameters) > 1)
+    assert {f"model.{key}" for key in view.parameters} == {m.fqn for m in manifest.tensors if m.section == "model"}
+    slots = {tuple(sorted(states)) for key, states in view.parameters.items() if "param_state" not in str(key)}
+    assert slots == {("exp_avg", "exp_avg_sq", "param")}
+
+
+def test_resolved_manifest_is_checked_alike() -> None:
+    """After resolving, ``check`` still knows which files are used."""
+    source = source_at("td_dpr_t2p2d2")
+    manifest = READER.read(source)
+    resolved = manifest.replace(chunks=READER.resolve(source, manifest, all_rows(manifest)))
+    assert list(READER.check(source, resolved)) == []

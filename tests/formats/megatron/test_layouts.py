@@ -18,15 +18,14 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.conformance import Truth, all_rows, assemble, source_of
 from tests.formats.megatron.build import (
-    SLOTS,
     DistWriter,
-    Run,
     add_buckets,
     add_gathered,
     add_weights,
     common_state,
     legacy_files,
 )
+from tests.formats.megatron.run import SLOTS, Run
 
 EVEN = (((0,),), ((1,),))
 UNEVEN = (((0, 1, 2),), ((3, 4),))
@@ -277,3 +276,59 @@ def test_fused_experts_are_taken_apart() -> None:
     _, tensors = tensors_of(RANKS, changed_model(run, change))
     assert tensors == {fqn: truth for fqn, truth in run.truth().items() if fqn.startswith("model.")}
     assert np.prod(tensors["model.decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape) == 2 * 4 * 40 * 8
+
+
+def whole_state_files(run: Run, change: Callable[[dict[str, Any]], None] = lambda root: None) -> dict[str, bytes]:
+    """Per-rank files of a run without the distributed optimizer: torch's own state in the model files."""
+
+    def add(root: dict[str, Any]) -> None:
+        rank = root["args"].rank
+        stage, tensor = rank // (run.tp * run.dp), rank % run.tp
+        parts = run.parts(stage, 0, 0, tensor)
+        decaying = [p for p in parts if len(p.of(run.values("model", p.key)).shape) > 1]
+        groups = [decaying, [p for p in parts if p not in decaying]]
+        states: dict[int, Any] = {}
+        masters, saved_groups = [], []
+        for group, wd_mult in zip(groups, (1.0, 0.0), strict=True):
+            numbers = range(len(states), len(states) + len(group))
+            saved_groups.append({"wd_mult": wd_mult, "lr": 0.5, "params": list(numbers)})
+            tensors = {slot: [torch.from_numpy(p.of(run.values(slot, p.key))) for p in group] for slot in SLOTS}
+            masters.append(tensors["param"])
+            for number, index in zip(numbers, range(len(group)), strict=True):
+                states[number] = {
+                    "step": torch.tensor(7.0), **{slot: tensors[slot][index] for slot in ("exp_avg", "exp_avg_sq")},
+                }  # fmt: skip
+        root["optimizer"] = {
+            "optimizer": {"state": states, "param_groups": saved_groups}, "fp32_from_fp16_params": masters,
+        }  # fmt: skip
+        change(root)
+
+    return changed_model(run, add)
+
+
+@pytest.mark.parametrize("name", ["one-rank", "tp2-pp2-uneven-dp3", "tp4-buckets"])
+def test_state_by_numbers_becomes_tensors(name: str) -> None:
+    """Without the distributed optimizer, numbered state is matched with the weights by groups, order and shapes."""
+    run = RUNS[name]
+    manifest, tensors = tensors_of(RANKS, whole_state_files(run))
+    assert manifest.info["optimizer_form"] == "not distributed"
+    step = tensors.pop("optimizer.optimizer.state.common_step")
+    assert (step.shape, tensors) == ((), run.truth())
+    assert {blob.fqn: blob.value for blob in manifest.blobs}["optimizer.optimizer.param_groups.0.lr"] == 0.5
+
+
+def test_state_by_numbers_that_does_not_fit_is_left() -> None:
+    """Numbers whose shapes do not fit the model keep their keys, each rank's apart, and the reason is named."""
+
+    def change(root: dict[str, Any]) -> None:
+        root["optimizer"]["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+    manifest, tensors = tensors_of(RANKS, whole_state_files(Run(tp=2), change))
+    assert "exp_avg of parameter 0 is [3], 'embedding.word_embeddings.weight' is [6, 8]" in str(
+        manifest.info["optimizer_undecoded"]
+    )
+    assert tensors["optimizer.optimizer.state.0.exp_avg@rank1"].shape == (3,)
+    assert any(
+        finding.kind == "optimizer-undecoded"
+        for finding in RANKS.check(source_of(MemoryStore(whole_state_files(Run(tp=2), change))), manifest)
+    )

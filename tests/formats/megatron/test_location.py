@@ -12,8 +12,9 @@ from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.rank_reader import READER as RANKS
 from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.conformance import source_of, stored_bytes
-from tests.formats.megatron.build import Run, legacy_files
+from tests.formats.megatron.build import legacy_files
 from tests.formats.megatron.places import CHECKPOINTS
+from tests.formats.megatron.run import Run
 
 LEGACY = legacy_files(Run())
 

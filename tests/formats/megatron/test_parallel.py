@@ -14,7 +14,7 @@ from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats.megatron.parallel import built_in_rules, placed_views, view
 from ckpt_tool.manifest.tables import packed_strides
-from tests.formats.megatron.build import cut
+from tests.formats.megatron.run import cut
 
 FLOAT = dtype("float32")
 

@@ -1,0 +1,228 @@
+"""A small Megatron run, laid out by hand: how a model is spread over ranks, and where gradient buffers put it.
+
+Written from the description of the formats, without the package: plain loops over parameters. A weight of ``n``
+elements has the values 0 to n - 1, plus a number of its own; so every element is told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.formats.conformance import Truth
+
+Array = npt.NDArray[np.float32]
+HIDDEN, WIDTH, VOCAB = 8, 20, 12
+SLOTS = ("param", "exp_avg", "exp_avg_sq")
+
+NORMS_FIRST = (
+    ("self_attention.linear_qkv.layer_norm_weight", (HIDDEN,), "whole"),
+    ("self_attention.linear_proj.weight", (HIDDEN, HIDDEN), "row"),
+    ("self_attention.linear_qkv.weight", (16, HIDDEN), "column"),
+    ("mlp.linear_fc1.layer_norm_weight", (HIDDEN,), "whole"),
+)
+NORMS_INSIDE = (NORMS_FIRST[1], NORMS_FIRST[0], NORMS_FIRST[2], NORMS_FIRST[3])
+MLP = (
+    ("mlp.linear_fc1.weight", (2 * WIDTH, HIDDEN), "gated"),
+    ("mlp.linear_fc2.weight", (HIDDEN, WIDTH), "row"),
+)
+LOCAL_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a weight."""
+
+    key: str
+    lead: tuple[int, ...]
+    kind: str
+    rank: int
+    n_ranks: int
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is an expert's."""
+        return "experts.experts" in self.key
+
+    def of(self, whole: Array) -> Array:
+        """This part of a global array."""
+        return np.ascontiguousarray(cut(whole[self.lead], self.kind, self.rank, self.n_ranks))
+
+
+def cut(array: Array, kind: str, rank: int, n_ranks: int) -> Array:
+    """What one tensor-parallel rank has of an array."""
+    if kind == "column":
+        return np.split(array, n_ranks, 0)[rank]
+    if kind == "row":
+        return np.split(array, n_ranks, 1)[rank]
+    if kind == "gated":
+        return np.concatenate([np.split(half, n_ranks, 0)[rank] for half in np.split(array, 2, 0)])
+    return array
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is spread."""
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    layers: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 1),),)
+    """Global layers by stage and model chunk."""
+    order: str = "local"
+    is_tied: bool = False
+    n_experts: int = 0
+    bucket_numel: int | None = None
+
+    @property
+    def pp(self) -> int:
+        """Stages."""
+        return len(self.layers)
+
+    @property
+    def vpp(self) -> int:
+        """Chunks of a stage."""
+        return len(self.layers[0])
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return sum(len(chunk) for stage in self.layers for chunk in stage)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.dp
+
+    def args(self, **changes: Any) -> argparse.Namespace:
+        """What Megatron pickles of its arguments, as far as it matters."""
+        known = {
+            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.tp,
+            "data_parallel_size": self.dp, "world_size": self.world_size, "num_layers": self.n_layers,
+            "untie_embeddings_and_output_weights": not self.is_tied, "num_experts": self.n_experts or None,
+            "overlap_grad_reduce": self.bucket_numel is not None, "ddp_bucket_size": self.bucket_numel,
+            "transformer_impl": "local" if self.order == "local" else "transformer_engine", "swiglu": True,
+            "moe_grouped_gemm": False,
+        }  # fmt: skip
+        return argparse.Namespace(**{**known, **changes})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes, by key, in the order in which a first-stage rank registers them."""
+        shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN)}
+        for rest, shape, _ in (*NORMS_FIRST, *(() if self.n_experts else MLP)):
+            shapes[f"decoder.layers.{rest}"] = (self.n_layers, *shape)
+        if self.n_experts:
+            shapes["decoder.layers.mlp.router.weight"] = (self.n_layers, self.n_experts, HIDDEN)
+            for rest, shape, _ in MLP:
+                key = f"decoder.layers.{rest.replace('mlp.', 'mlp.experts.experts.')}"
+                shapes[key] = (self.n_layers, self.n_experts, *shape)
+        shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
+        if not self.is_tied:
+            shapes["output_layer.weight"] = (VOCAB, HIDDEN)
+        return shapes
+
+    def parts(self, stage: int, chunk: int, expert_rank: int, tensor_rank: int) -> list[Part]:
+        """What one rank holds of a model chunk, in order of registration."""
+        found = []
+
+        def add(key: str, lead: tuple[int, ...], kind: str) -> None:
+            found.append(Part(key, lead, kind, tensor_rank, self.tp))
+
+        if stage == chunk == 0:
+            add("embedding.word_embeddings.weight", (), "column")
+        for layer in self.layers[stage][chunk]:
+            for rest, _, kind in NORMS_FIRST if self.order == "local" else NORMS_INSIDE:
+                add(f"decoder.layers.{rest}", (layer,), kind)
+            if not self.n_experts:
+                for rest, _, kind in MLP:
+                    add(f"decoder.layers.{rest}", (layer,), kind)
+                continue
+            add("decoder.layers.mlp.router.weight", (layer,), "whole")
+            own = self.n_experts // self.ep
+            for expert in range(expert_rank * own, (expert_rank + 1) * own):
+                for rest, _, kind in MLP:
+                    add(f"decoder.layers.{rest.replace('mlp.', 'mlp.experts.experts.')}", (layer, expert), kind)
+        if stage == self.pp - 1 and chunk == self.vpp - 1:
+            add("decoder.final_layernorm.weight", (), "whole")
+            if not self.is_tied:
+                add("output_layer.weight", (), "column")
+            elif self.pp > 1:
+                add("embedding.word_embeddings.weight", (), "column")
+        return found
+
+    def is_apart(self, part: Part) -> bool:
+        """Whether the parameter has a bucket of its own."""
+        return self.is_tied and self.pp > 1 and part.key == "embedding.word_embeddings.weight"
+
+    def values(self, slot: str, key: str) -> Array:
+        """The global array of a slot of a weight; ``model`` for the weight."""
+        shape = self.shapes()[key]
+        base = zlib.crc32(f"{slot}:{key}".encode()) % 1000
+        return (np.arange(np.prod(shape), dtype=np.float32) + np.float32(base * 1000)).reshape(shape)
+
+    def truth(self, slots: tuple[str, ...] = SLOTS) -> dict[str, Truth]:
+        """Every tensor, by our names."""
+        found = {}
+        for key, shape in self.shapes().items():
+            found[f"model.{key}"] = Truth("float32", shape, self.values("model", key).tobytes())
+            for slot in slots:
+                found[f"optimizer.state.{slot}.{key}"] = Truth("float32", shape, self.values(slot, key).tobytes())
+        return found
+
+
+@dataclass
+class Buffer:
+    """A gradient buffer: its parameters, and where each lies."""
+
+    parts: list[Part]
+    in_memory: list[int]
+    in_bucket: list[tuple[int, int]]
+    bucket_numels: list[int]
+    memory_numel: int
+
+    @classmethod
+    def of(cls, run: Run, parts: list[Part], *, is_bucketed: bool) -> Buffer:
+        """The buffer of parameters in order of registration."""
+        sizes = [run_part.of(run.values("model", run_part.key)).size for run_part in parts]
+        memory, bucket, opened = 0, 0, 0
+        in_memory, in_bucket, numels = [], [], []
+        for part, size in zip(parts[::-1], sizes[::-1], strict=True):
+            if run.is_apart(part) and memory > opened:
+                numels.append(memory - opened)
+                memory = opened = rounded_up(memory, int(np.lcm(run.dp, 128)))
+                bucket += 1
+            memory = rounded_up(memory, 64)
+            in_memory.append(memory)
+            in_bucket.append((bucket, memory - opened))
+            memory += size
+            is_full = is_bucketed and run.bucket_numel is not None and memory - opened >= run.bucket_numel
+            if run.is_apart(part) or is_full:
+                numels.append(memory - opened)
+                memory = opened = rounded_up(memory, int(np.lcm(run.dp, 128)))
+                bucket += 1
+        if memory > opened:
+            numels.append(memory - opened)
+        return cls(parts[::-1], in_memory, in_bucket, numels, rounded_up(memory, int(np.lcm(run.dp, 128))))
+
+    def flat(self, run: Run, slot: str) -> list[Array]:
+        """The unpadded elements of each bucket; gaps hold -1."""
+        buckets = [np.full(numel, -1, dtype=np.float32) for numel in self.bucket_numels]
+        for part, (bucket, start) in zip(self.parts, self.in_bucket, strict=True):
+            values = part.of(run.values(slot, part.key)).ravel()
+            buckets[bucket][start : start + values.size] = values
+        return buckets
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
