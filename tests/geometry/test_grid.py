@@ -20,6 +20,7 @@ from ckpt_tool.geometry.columns import boxes_from_columns
 from ckpt_tool.geometry.grid import (
     PlacementSpec,
     chunk_bounds,
+    cut_order,
     even_bounds,
     interval_boxes,
     mesh_boxes,
@@ -219,3 +220,45 @@ def test_splits_that_do_not_fit_are_refused(axes: tuple[int, ...], splits: list[
     """A missing axis or dimension and an empty axis are errors."""
     with pytest.raises(LayoutError, match=message):
         mesh_boxes((4,), axes, splits)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
+def test_resolved_strided_shards_cut_where_they_did(outer: int, inner: int, rows: int) -> None:
+    """Where sizes divide evenly, the order of cuts gives the intervals of the placements as they are."""
+    shape, axes = (outer * inner * rows, 3), (outer, inner)
+    placements: list[PlacementSpec] = [("strided", 0, inner), ("shard", 0)]
+    order = cut_order(axes, placements)
+    assert all(placement == ("shard", 0) for _, placement in order)
+    for coord in product(range(outer), range(inner)):
+        cut = placement_intervals(
+            shape, [axes[a] for a, _ in order], [coord[a] for a, _ in order], [placement for _, placement in order]
+        )
+        assert cut == placement_intervals(shape, axes, coord, placements)
+
+
+def test_uneven_rows_lie_where_fsdp2_puts_them() -> None:
+    """9 rows over tensor parallelism 2, then FSDP2 over 4 (seen with torch 2.13): rank (3, 1) has the last row."""
+    order = cut_order((4, 2), [("strided", 0, 2), ("shard", 0)])
+    held = [
+        placement_intervals((9,), [(4, 2)[a] for a, _ in order], [coord[a] for a, _ in order], [p for _, p in order])
+        for coord in product(range(4), range(2))
+    ]
+    rows = [[(0, 2)], [(5, 6)], [(2, 4)], [(6, 7)], [(4, 5)], [(7, 8)], [], [(8, 9)]]
+    assert held == [[intervals] for intervals in rows]
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements", "expected"),
+    [
+        ((2, 2, 2), [("strided", 0, 4), ("strided", 0, 2), ("shard", 0)], [(2, "shard"), (1, "shard"), (0, "shard")]),
+        ((2, 3), [("strided", 0, 2), ("shard", 1)], [(0, "strided"), (1, "shard")]),
+        ((2, 3), [("strided", 0, 2), ("shard", 0)], [(0, "strided"), (1, "shard")]),
+        ((2, 3), [("strided", 0, 1), ("shard", 0)], [(0, "shard"), (1, "shard")]),
+        ((2, 2), [("replicate",), ("shard", 0)], [(0, "replicate"), (1, "shard")]),
+    ],
+)
+def test_strided_shards_are_explained_by_later_axes(
+    axes: tuple[int, ...], placements: list[PlacementSpec], expected: list[tuple[int, str]]
+) -> None:
+    """Axes of the same dimension behind it whose sizes multiply to the factor; else the strided shard stays."""
+    assert [(axis, placement[0]) for axis, placement in cut_order(axes, placements)] == expected

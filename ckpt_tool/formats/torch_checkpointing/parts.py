@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import read_headers
@@ -104,11 +103,7 @@ def placed_by(opened: Opened, saved: Saved | None) -> PlacedBy:
     def placed(part: Part, entry: Entry) -> list[tuple[str, KeyPath, Placed]] | None:
         groups = _groups(saved, items[part.where], entry)
         if groups is not None and part.rank is not None:
-            try:
-                return [(entry.fqn, entry.path, place_tensor(entry.value, groups, part.rank))]
-            except FormatError as error:
-                error.where = f"{part.where}: {entry.fqn}"
-                raise
+            return [(entry.fqn, entry.path, place_tensor(entry.value, groups, part.rank))]
         found = by_itself(part, entry)
         if found is None or part.rank is None or entry.fqn not in own:
             return found

@@ -106,12 +106,10 @@ def _placement(entry: Mapping[str, Any]) -> PlacementSpec:
     kind = entry["type"]
     if kind == "Replicate":
         return ("replicate",)
-    numbers = _sizes([entry["dim"], entry.get("split_factor", 1)])
-    if kind == "Shard":
-        return ("shard", numbers[0])
-    if kind == "StridedShard":
-        return ("strided", numbers[0], numbers[1])
-    raise Unsupported(f"a placement {kind!r}, which is not known here")
+    if kind not in ("Shard", "StridedShard"):
+        raise Unsupported(f"a placement {kind!r}, which is not known here")
+    dim, split_factor = _sizes([entry["dim"], entry.get("split_factor", 1)])
+    return ("shard", dim) if kind == "Shard" else ("strided", dim, split_factor)
 
 
 def _by_boxes(data: Mapping[str, Any], shape: tuple[int, ...], local: tuple[int, ...]) -> Held:
