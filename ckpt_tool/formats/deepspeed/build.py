@@ -11,7 +11,7 @@ At stage 3 no low-precision weights are stored: ``module.w`` is then the master 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ def build(
     weights: Weights,
     *,
     whole_parts: Sequence[Part] = (),
-    lent: Mapping[str, DType] | None = None,
+    lent: Collection[str] = (),
 ) -> Built:
     """All tensors and values.
 
@@ -87,7 +87,7 @@ def build(
         placement: where shards belong.
         weights: what the files hold of the module.
         whole_parts: entries that are whole tensors, under their final names.
-        lent: dtypes of parameters whose weight is among these, for want of another.
+        lent: names of weights that are among these, for want of others.
 
     Raises:
         FormatError: files contradict each other or themselves.
@@ -103,8 +103,8 @@ def build(
     assembly = assemble([*parts, *whole_parts, *values], _section, _placed_by(placement, located, apart))
     built = Built(assembly, StateChunks(assembly.rows, placement), entries)
     fragments = list(fragment_sets(found))
-    frozen = {name for flat in fragments for name in flat.names}
-    _declare(built, placement, weights, {**_master_dtypes(weights, sets), **(lent or {})}, frozen)
+    placed = {name for flat in fragments for name in flat.names} | set(lent)
+    _declare(built, placement, weights, _master_dtypes(weights, sets), placed)
     for flat in fragments:
         built.chunks.add(flat, lambda target, state: [weight_name(target)])  # noqa: ARG005 - one signature
     for flat in sets:
@@ -184,7 +184,7 @@ def _master_dtypes(weights: Weights, sets: Sequence[FlatSet]) -> dict[str, DType
 
 
 def _declare(
-    built: Built, placement: Placement, weights: Weights, masters: Mapping[str, DType], frozen: set[str]
+    built: Built, placement: Placement, weights: Weights, masters: Mapping[str, DType], placed: set[str]
 ) -> None:
     """Tensors of weights that are not stored as such, in module order; those without masters are absent."""
     for mp, known in weights.shapes.items():
@@ -192,7 +192,7 @@ def _declare(
         placeholders = weights.placeholders.get(mp, {})
         for name in dict.fromkeys([*placeholders, *known]):
             owner = weights.aliases.get(name, name)
-            if name in stored or name in frozen:
+            if name in stored or name in placed:
                 continue
             if owner not in known:
                 built.absent.append(name)  # not even its shape is told

@@ -50,10 +50,11 @@ def facts_of(
     weights: Weights,
     placement: Placement,
     missing: Sequence[str],
+    *,
+    stage: int | None,
 ) -> dict[str, Any]:
     """``Manifest.info``: only what there is to say."""
     root: Mapping[str, Any] = found.first.root
-    stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
     facts: dict[str, Any] = {
         "tag": located.tag,
         "step": _plain(root.get("global_steps")),

@@ -26,6 +26,7 @@ __all__ = [
     "OptimState",
     "is_vector",
     "mapping",
+    "number_of",
     "open_checkpoint",
     "open_models",
 ]
@@ -141,6 +142,7 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
     models = open_models(source, files)
     optim_files = open_torch_files(source, [file.path for file in files.optims])
     optims = [_optim(opened, file.mp, file.dp) for file, opened in zip(files.optims, optim_files, strict=True)]
+    _check_ranks(optims)
     layers = list(zip(files.layers, open_torch_files(source, [f.path for f in files.layers]), strict=True))
     experts = list(zip(files.experts, open_torch_files(source, [f.path for f in files.experts]), strict=True))
     root = models[0].root
@@ -164,6 +166,23 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
         universal_info=info,
         universal_info_in=info_in,
     )
+
+
+def _check_ranks(optims: Sequence[OptimState]) -> None:
+    """Nothing, when each rank has one partition, and all are of one layout."""
+    first: dict[tuple[int, int], OptimState] = {}
+    for state in optims:
+        other = first.setdefault((state.mp, state.dp), state)
+        if other is not state:
+            raise FormatError(
+                f"a second partition of data-parallel rank {state.dp}, beside {other.file.path}",
+                where=state.file.path,
+                hint="files of two runs are mixed: move those of one away",
+            )
+        if state.is_per_parameter != optims[0].is_per_parameter:
+            raise FormatError(
+                f"a partition of stage {state.stage}, beside one of stage {optims[0].stage}", where=state.file.path
+            )
 
 
 def open_models(source: Source, files: TagFiles) -> list[ModelState]:
@@ -249,7 +268,7 @@ def _optim(file: TorchFile, mp: int, dp: int) -> OptimState:
         fp32 = _vectors(fields["fp32_flat_groups"], "fp32_flat_groups", where)
         base: Any = mapping(fields.get("optimizer_state_dict") or {}, "optimizer_state_dict", where)
     elif "single_partition_of_fp32_groups" in fields:
-        stage = _number(fields.get("zero_stage")) or 1  # BF16_Optimizer does not say
+        stage = number_of(fields.get("zero_stage")) or 1  # BF16_Optimizer does not say
         fp32 = _vectors(fields["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups", where)
         base = fields.get("base_optimizer_state") or {}
     else:
@@ -322,7 +341,7 @@ def _count(fields: Mapping[str, Any], key: str) -> int:
     return value if type(value) is int and 0 < value < 1 << 24 else 0
 
 
-def _number(value: object) -> int | None:
+def number_of(value: object) -> int | None:
     """An integer, also as the argument of an enum that was not imported."""
     if isinstance(value, Stub) and len(value.args) == 1:
         value = value.args[0]

@@ -72,7 +72,8 @@ class DeepSpeedReader:
             built.assembly.notes.append(
                 f"{LATEST_UNIVERSAL} names a universal checkpoint beside it; this is the one in {LATEST}"
             )
-        info = facts_of(found, located, built, weights, placement, missing)
+        stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
+        info = facts_of(found, located, built, weights, placement, missing, stage=stage)
         manifest = manifest_of(self.name, source.listing.url, found.opened, built.entries, built.assembly, info)
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file import headers
@@ -29,7 +28,7 @@ from ckpt_tool.formats.deepspeed.findings import checkpoint_findings
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import Weights, weights_of
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files
-from ckpt_tool.formats.deepspeed.opened import Checkpoint, mapping, open_checkpoint
+from ckpt_tool.formats.deepspeed.opened import Checkpoint, mapping, number_of, open_checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.manifest.finding import Finding
@@ -76,6 +75,9 @@ class UniversalReader:
         found = open_checkpoint(source, replace(tag_files(source.listing.sizes, located.folder), optims=()))
         weights = weights_of(found)
         placement = placement_of(found, weights)
+        if placement.rules is None and found.tp_world_size > 1:  # shards that nothing joins: masters are whole
+            weights.files.clear()
+            placement.tp_world_size = 1
         states = _States(found, weights, placement)
         by_name = _state_files(source.listing.sizes, located.folder)
         wanted = [(name, state, path) for name, own in by_name.items() for state, path in own.items()]
@@ -101,7 +103,8 @@ class UniversalReader:
             built.assembly.notes.append(
                 f"{len(states.lent):,} weights are stored as their fp32 masters only: module.* are these"
             )
-        info = facts_of(found, located, built, weights, placement, ())
+        placement.copies.clear()  # of weights in the model states, which no loader of this form reads
+        info = facts_of(found, located, built, weights, placement, (), stage=states.stage)
         files = [*found.opened, *opened]
         manifest = manifest_of(self.name, source.listing.url, files, built.entries, built.assembly, info)
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
@@ -154,16 +157,14 @@ class _States:
     parts: list[Part] = field(default_factory=list)
     entries: list[Entries] = field(default_factory=list)
     blobs: list[Blob] = field(default_factory=list)
-    lent: dict[str, DType] = field(default_factory=dict)
+    lent: set[str] = field(default_factory=set)
+    """Weights for which their masters stand."""
     n_copies: int = 0
+    stage: int | None = None
+    """Of the checkpoint that was converted, as far as it is told."""
 
     def __post_init__(self) -> None:
         self._stored = {name for held in self.weights.files for name, entry in held.items if entry.is_tensor}
-        if (
-            self.placement.rules is None and self.found.tp_world_size > 1
-        ):  # shards that nothing joins: masters are whole
-            self._stored = set()
-            self.weights.files.clear()
         self._trained = {name for shapes in self.weights.trained.values() for name in shapes}
         self._second_names: dict[str, list[str]] = {}
         for alias, owner in self.weights.aliases.items():
@@ -186,7 +187,7 @@ class _States:
                 self.n_copies += 1
                 return
             self._add_part(file, [(weight_name(name), self._shaped(name, value, file))])
-            self.lent[name] = value.dtype
+            self.lent.add(name)
             return
         if isinstance(value, (int, float)):
             fqn, path, _ = state_name(name, state)
@@ -199,7 +200,7 @@ class _States:
         if state == MASTER and name not in self._stored:
             second = [alias for alias in self._second_names.get(name, ()) if alias not in self._stored]
             named += [(weight_name(label), tensor) for label in (name, *second)]
-            self.lent |= dict.fromkeys((name, *second), tensor.dtype)
+            self.lent |= {name, *second}
         self._add_part(file, named)
 
     def _add_part(self, file: TorchFile, named: Sequence[tuple[tuple[str, Any, str], TensorRef]]) -> None:
@@ -211,7 +212,9 @@ class _States:
         known = next((shapes[name] for shapes in self.weights.shapes.values() if name in shapes), None)
         if known is None or len(tensor.shape) != 1 or len(known) == 1 or not tensor.is_contiguous:
             return tensor
-        if self.found.tp_world_size > 1 and self.placement.rules is not None:
+        if self.found.tp_world_size > 1 and self.placement.rules is None:
+            return tensor
+        if self.found.tp_world_size > 1:
             whole = [target.shape for mp in self.weights.shapes for target in self._targets(mp, name)]
             known = whole[0] if whole else known
         if prod(known) != tensor.numel:
@@ -224,6 +227,7 @@ class _States:
     def add_values(self, file: TorchFile) -> None:
         """``optimizer_state.pt``: its values and groups; what tensors it has are one rank's part, and of no use."""
         fields = mapping(file.root, "the saved object", file.path)
+        self.stage = number_of(fields.get("zero_stage"))
         groups = [group for group in fields.get("param_groups") or () if isinstance(group, Mapping)]
         entries = entries_of(optimizer_values(self.found, self.placement, fields, groups), prefix=("optimizer",))
         self.parts.append(Part(file.path, None, entries.items, file.storages, file.big_endian))

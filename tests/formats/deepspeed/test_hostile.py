@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from ckpt_tool.formats.detect import detect
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.store import Listing
 from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of, stored_bytes
-from tests.formats.deepspeed.made import FOLDER, numbered, saved, stage2, stage3, with_latest
+from tests.formats.deepspeed.made import FOLDER, model_state, numbered, saved, stage2, stage3, with_latest
 
 WEIGHTS = {"a": numbered(5, 3), "b": numbered(7, start=100)}
 GROUPS = (("a", "b"),)
@@ -227,6 +228,73 @@ def test_universal_states_have_any_name() -> None:
     manifest = UNIVERSAL.read(source_of(MemoryStore(files)))
     assert manifest.tensor("optimizer.state.norm.weight.momentum_buffer").dtype.name == "bfloat16"
     assert {b.fqn: b.value for b in manifest.blobs}["optimizer.state.norm.weight.step"] == 3
+
+
+def test_files_of_two_runs() -> None:
+    """Two partitions of one rank, or of two layouts, are files of two runs."""
+    files = stage2(WEIGHTS, GROUPS)
+    with pytest.raises(FormatError, match="a second partition of data-parallel rank 0") as error:
+        read({**files, OPTIM.replace("zero_pp", "bf16_zero_pp"): files[OPTIM]})
+    assert error.value.hint == "files of two runs are mixed: move those of one away"
+    with pytest.raises(FormatError, match="a partition of stage 2, beside one of stage 3"):
+        read({**files, OPTIM: stage3(WEIGHTS, GROUPS)[OPTIM]})
+
+
+def without_member(data: bytes, end: str) -> bytes:
+    """A torch zip that lacks one member."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as before, zipfile.ZipFile(target, "w") as after:
+        for name in before.namelist():
+            if not name.endswith(end):
+                after.writestr(name, before.read(name))
+    return target.getvalue()
+
+
+@pytest.mark.parametrize(("path", "member"), [(MODEL, "/data/0"), (OPTIM, "/data/0"), (OPTIM, "/data/1")])
+def test_storages_that_are_not_there(path: str, member: str) -> None:
+    """A file that was repacked without one of its storages."""
+    files = stage2(WEIGHTS, GROUPS)
+    with pytest.raises(FormatError, match="needs storage") as error:
+        read({**files, path: without_member(files[path], member)})
+    assert path in (error.value.where or "")
+
+
+def universal(*, flat: bool, **more: Any) -> dict[str, bytes]:
+    """A universal form on two tensor-parallel ranks."""
+    whole = {"w": numbered(6, 4), "n": numbered(4)}
+    files: dict[str, Any] = {}
+    for mp in (0, 1):
+        shards = {"w": whole["w"][mp * 3 : mp * 3 + 3], "n": whole["n"]}
+        files[f"mp_rank_{mp:02d}_model_states.pt"] = model_state(shards, [list(shards)], mp_world_size=2, **more)
+    for name, tensor in whole.items():
+        files[f"zero/{name}/fp32.pt"] = tensor.flatten() if flat else {"param": tensor + 0.5}
+        files[f"zero/{name}/exp_avg.pt"] = tensor.flatten() if flat else {"param": tensor * 2}
+    return {path: saved(value) for path, value in files.items()}
+
+
+def whole_tensors(files: Mapping[str, bytes]) -> dict[str, Truth]:
+    """Everything in a universal checkpoint."""
+    store = MemoryStore(files)
+    manifest = UNIVERSAL.read(source_of(store))
+    chunks = UNIVERSAL.resolve(source_of(store), manifest, all_rows(manifest))
+    return {fqn: assemble(store, manifest, chunks, fqn) for fqn in manifest.tensors.fqns}
+
+
+def test_universal_of_tensor_parallel_ranks() -> None:
+    """States are whole; weights are joined by the rules, or are the masters where there are none."""
+    rules = {"tp_replicated_parameter_patterns": ["n"]}
+    joined = whole_tensors(universal(flat=False, universal_checkpoint_info=rules))
+    assert joined["module.w"] == Truth("float32", (6, 4), numbered(6, 4).numpy().tobytes())
+    masters = whole_tensors(universal(flat=False))
+    assert masters["module.w"] == masters["optimizer.state.w.fp32"] == joined["optimizer.state.w.fp32"]
+    assert masters["module.n"].data == (numbered(4) + 0.5).numpy().tobytes()
+
+
+def test_flat_universal_tensors_take_the_whole_shape() -> None:
+    """Flat tensors of stage 3 have the shape of the joined shards."""
+    rules = {"tp_replicated_parameter_patterns": ["n"]}
+    found = whole_tensors(universal(flat=True, universal_checkpoint_info=rules))
+    assert found["optimizer.state.w.exp_avg"] == Truth("float32", (6, 4), numbered(6, 4).numpy().tobytes())
 
 
 def test_names_of_files() -> None:
