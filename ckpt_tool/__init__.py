@@ -15,6 +15,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     "Checkpoint": ("ckpt_tool.api.checkpoint", "Checkpoint"),
     "TensorView": ("ckpt_tool.api.checkpoint", "TensorView"),
     "cat": ("ckpt_tool.api.cat", "cat"),
+    "diff": ("ckpt_tool.api.diff", "diff"),
     "export": ("ckpt_tool.api.export", "export"),
     "inspect": ("ckpt_tool.api.inspect", "inspect"),
     "open": ("ckpt_tool.api.checkpoint", "open_checkpoint"),
