@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.render_tables import folded_names
-from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
+from ckpt_tool.cli.text import Cell, Line, Span, columns, line, width_of, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _group(group: DiffGroup, width: int, limit: int | None) -> list[Line]:
     if group.reason is not None:
         head = line(head, "  ", Span(group.reason, "bold"))
     folded = _folded(group.members)
-    table = [_heads()] if group.status == "differs" or _has_values(group) else []
-    table += [_cells(name, members) for name, members in folded[:limit]]
+    table = [_cells(name, members) for name, members in folded[:limit]]
+    table = [*_heads(table), *table]
     lines = [line(head), *columns(table, "lrlrrrrl", indent="  ")]
     if group.reason is not None:
         texts = dict.fromkeys(_reason(member) for member in group.members)
@@ -75,13 +75,13 @@ def _group(group: DiffGroup, width: int, limit: int | None) -> list[Line]:
     return lines
 
 
-def _has_values(group: DiffGroup) -> bool:
-    return any(member.measures is not None and member.measures.n_differing for member in group.members)
-
-
-def _heads() -> list[Cell]:
+def _heads(table: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
+    """The names of the columns that have anything in them; none where no element was measured."""
     names = ("tensor", "", "", "differing", "max abs", "max rel", "max ulp", "first")
-    return [Span(name, "bold") for name in names]
+    used = [any(width_of(row[at]) for row in table) for at in range(len(names))]
+    if not any(used[3:]):
+        return []
+    return [[Span(name if has else "", "bold") for name, has in zip(names, used, strict=True)]]
 
 
 def _cells(name: str, members: Sequence[TensorDiff]) -> list[Cell]:
@@ -104,20 +104,22 @@ def _cells(name: str, members: Sequence[TensorDiff]) -> list[Cell]:
         f"{max(each.max_abs for each in differing):.3g}",
         f"{max(each.max_rel for each in differing):.3g}",
         f"{max(ulps):,}" if ulps else "",
-        Span(_first(differing[0]), "dim"),
+        Span(_first(differing), "dim"),
     ]
 
 
-def _first(measures: Measures) -> str:
+def _first(measured: Sequence[Measures]) -> str:
+    """Place and values of the first difference, and how many of all have no distance."""
+    measures = measured[0]
     if measures.first_a is None:
         return ""
     place = "" if measures.first_index is None else f"{list(measures.first_index)}: "
     special = [
         f"{n:,} {what}"
         for n, what in (
-            (measures.n_non_finite, "not finite"),
-            (measures.n_nan_payload, "NaN of other bits"),
-            (measures.n_signed_zero, "zeros of other sign"),
+            (sum(each.n_non_finite for each in measured), "not finite"),
+            (sum(each.n_nan_payload for each in measured), "NaN of other bits"),
+            (sum(each.n_signed_zero for each in measured), "zeros of other sign"),
         )
         if n
     ]
