@@ -6,7 +6,7 @@ a multiple of that consists of parts that are cut one by one (gate and up of a g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -39,6 +39,7 @@ class Weights:
     tensors: TensorTable
     """Named by their keys."""
     chunks: ChunkTable
+    _known: dict[tuple[str, tuple[int, ...], int, int], Local] = field(default_factory=dict, repr=False)
 
     def local(self, key: str, lead: tuple[int, ...], rank: int, n_ranks: int) -> Local:
         """What tensor-parallel rank ``rank`` of ``n_ranks`` holds of one layer (and expert) of a weight.
@@ -52,6 +53,12 @@ class Weights:
         Raises:
             LayoutError: the stored boxes are not those of an even cut.
         """
+        known = (key, lead, rank, n_ranks)
+        if known not in self._known:
+            self._known[known] = self._local(key, lead, rank, n_ranks)
+        return self._known[known]
+
+    def _local(self, key: str, lead: tuple[int, ...], rank: int, n_ranks: int) -> Local:
         row = self.tensors.index[key]
         shape = self.tensors.shape_of(row)
         n_lead = len(lead)

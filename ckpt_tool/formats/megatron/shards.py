@@ -14,7 +14,7 @@ from itertools import product
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.megatron.cuts import Local, Weights
 from ckpt_tool.formats.megatron.facts import Facts
-from ckpt_tool.formats.megatron.registration import order_names, registered
+from ckpt_tool.formats.megatron.registration import layer_key, order_names, registered
 from ckpt_tool.formats.megatron.stages import chunk_layers, stage_layers
 from ckpt_tool.geometry.box import Box
 
@@ -61,15 +61,18 @@ class Shards:
 
     @cached_property
     def n_experts(self) -> int:
-        """Experts of a layer, by the shape of their stacked weights; 0 without any.
+        """Experts of a layer, by the shapes of their weights; 0 without any.
 
         Raises:
             LayoutError: the run had another number.
         """
         tensors = self.weights.tensors
-        stacked = [key for key in self.keys if key.startswith("decoder.layers.mlp.experts.experts.")]
-        found = {tensors.shape_of(tensors.index[key])[1:2] for key in stacked}
-        counts = {count for shape in found for count in shape}
+        counts: set[int] = set()
+        for key in self.keys:
+            of_layer = layer_key(key)
+            if of_layer is not None and of_layer[1].startswith("mlp.experts.experts."):
+                shape = tensors.shape_of(tensors.index[key])
+                counts.update(shape[1:2] if of_layer[0] is None else shape[:1])
         stated = self.facts.num_experts
         if len(counts) > 1 or (counts and stated not in (None, *counts)):
             raise LayoutError(f"experts' weights are of {sorted(counts)} experts, the run had {stated}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -120,12 +120,16 @@ def optimizer_buffers(run: Run) -> Iterator[tuple[str, int, int, int, Buffer]]:
                 yield "chained_1.", group, chunk, rank, Buffer.of(run, experts, is_bucketed=is_bucketed)
 
 
-def add_buckets(writer: DistWriter) -> None:
-    """State as ``dp_reshardable`` stores it: pieces end with parameters and with data-parallel ranks' shares."""
+def add_buckets(writer: DistWriter, zero_from: Mapping[str, int] | None = None) -> None:
+    """State as ``dp_reshardable`` stores it: pieces end with parameters and with data-parallel ranks' shares.
+
+    ``zero_from`` names, by slot, the element from which on each bucket is zero, as after a save that went wrong.
+    """
     run = writer.run
     for prefix, group, chunk, rank, buffer in optimizer_buffers(run):
         for slot in SLOTS:
             for bucket, values in enumerate(buffer.flat(run, slot)):
+                values[(zero_from or {}).get(slot, values.size) :] = 0
                 key = (
                     f"{prefix}optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{chunk}.dtype_(torch.float32, "
                     f"torch.float32).bucket_idx_{bucket}.{slot}"
@@ -206,9 +210,11 @@ def live_name(run: Run, part: Part, stage: int, chunk: int) -> str:
         is_copy = part.key == "embedding.word_embeddings.weight" and (stage, chunk) != (0, 0)
         return "output_layer.weight" if is_copy else part.key
     rest = part.key.removeprefix("decoder.layers.")
-    layer = run.layers[stage][chunk].index(part.lead[0])
+    number = part.lead[0] if not run.n_dense else int(rest.partition(".")[0])
+    rest = rest if not run.n_dense else rest.partition(".")[2]
+    layer = run.layers[stage][chunk].index(number)
     if part.is_expert:
-        expert = part.lead[1] % (run.n_experts // run.ep)
+        expert = part.lead[-1] % (run.n_experts // run.ep)
         rest = rest.replace("experts.experts.", f"experts.local_experts.{expert}.")
     return f"decoder.layers.{layer}.{LOCAL_NAMES.get(rest, rest) if run.order == 'local' else rest}"
 

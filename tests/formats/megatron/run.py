@@ -80,6 +80,8 @@ class Run:
     order: str = "local"
     is_tied: bool = False
     n_experts: int = 0
+    n_dense: int = 0
+    """First layers that have no experts where the others have; keys are then per layer."""
     bucket_numel: int | None = None
 
     @property
@@ -119,17 +121,27 @@ class Run:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes, by key, in the order in which a first-stage rank registers them."""
         shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN)}
-        for rest, shape, _ in (*NORMS_FIRST, *(() if self.n_experts else MLP)):
-            shapes[f"decoder.layers.{rest}"] = (self.n_layers, *shape)
-        if self.n_experts:
-            shapes["decoder.layers.mlp.router.weight"] = (self.n_layers, self.n_experts, HIDDEN)
-            for rest, shape, _ in MLP:
-                key = f"decoder.layers.{rest.replace('mlp.', 'mlp.experts.experts.')}"
-                shapes[key] = (self.n_layers, self.n_experts, *shape)
+        for layer in range(self.n_layers if self.n_dense else 1):
+            stacked = () if self.n_dense else (self.n_layers,)
+            for rest, shape, _ in self.layer_weights(layer):
+                experts = (self.n_experts,) if "experts.experts" in rest else ()
+                shapes[self.key(layer, rest)] = (*stacked, *experts, *shape)
         shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
         if not self.is_tied:
             shapes["output_layer.weight"] = (VOCAB, HIDDEN)
         return shapes
+
+    def key(self, layer: int, rest: str) -> str:
+        """The key of a layer's weight."""
+        return f"decoder.layers.{layer}.{rest}" if self.n_dense else f"decoder.layers.{rest}"
+
+    def layer_weights(self, layer: int) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and cut of a layer's weights, in order of registration; of an expert's once."""
+        norms = NORMS_FIRST if self.order == "local" else NORMS_INSIDE
+        if not self.n_experts or layer < self.n_dense:
+            return [*norms, *MLP]
+        router = ("mlp.router.weight", (self.n_experts, HIDDEN), "whole")
+        return [*norms, router, *((r.replace("mlp.", "mlp.experts.experts."), shape, cut_) for r, shape, cut_ in MLP)]
 
     def parts(self, stage: int, chunk: int, expert_rank: int, tensor_rank: int) -> list[Part]:
         """What one rank holds of a model chunk, in order of registration."""
@@ -141,17 +153,16 @@ class Run:
         if stage == chunk == 0:
             add("embedding.word_embeddings.weight", (), "column")
         for layer in self.layers[stage][chunk]:
-            for rest, _, kind in NORMS_FIRST if self.order == "local" else NORMS_INSIDE:
-                add(f"decoder.layers.{rest}", (layer,), kind)
-            if not self.n_experts:
-                for rest, _, kind in MLP:
-                    add(f"decoder.layers.{rest}", (layer,), kind)
-                continue
-            add("decoder.layers.mlp.router.weight", (layer,), "whole")
-            own = self.n_experts // self.ep
+            lead = () if self.n_dense else (layer,)
+            weights = self.layer_weights(layer)
+            experts = [weight for weight in weights if "experts.experts" in weight[0]]
+            for rest, _, kind in weights:
+                if "experts.experts" not in rest:
+                    add(self.key(layer, rest), lead, kind)
+            own = self.n_experts // self.ep if experts else 0
             for expert in range(expert_rank * own, (expert_rank + 1) * own):
-                for rest, _, kind in MLP:
-                    add(f"decoder.layers.{rest.replace('mlp.', 'mlp.experts.experts.')}", (layer, expert), kind)
+                for rest, _, kind in experts:
+                    add(self.key(layer, rest), (*lead, expert), kind)
         if stage == self.pp - 1 and chunk == self.vpp - 1:
             add("decoder.final_layernorm.weight", (), "whole")
             if not self.is_tied:

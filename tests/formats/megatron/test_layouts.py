@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ckpt_tool.api.verify import verify
 from ckpt_tool.errors import FormatError, LayoutError, Unsupported
 from ckpt_tool.formats.base import Reader
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST
@@ -41,6 +43,7 @@ RUNS = {
     "tp2-pp2-tied-buckets": Run(tp=2, dp=1, layers=UNEVEN, is_tied=True, bucket_numel=400),
     "experts-ep1": Run(dp=2, n_experts=4),
     "experts-ep2": Run(dp=2, ep=2, n_experts=4),
+    "first-layer-dense-pp2": Run(tp=2, dp=2, ep=2, n_experts=4, n_dense=1, layers=UNEVEN),
     "experts-ep2-tp2-pp2": Run(tp=2, dp=2, ep=2, n_experts=4, layers=EVEN),
 }
 every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -332,3 +335,20 @@ def test_state_by_numbers_that_does_not_fit_is_left() -> None:
         finding.kind == "optimizer-undecoded"
         for finding in RANKS.check(source_of(MemoryStore(whole_state_files(Run(tp=2), change))), manifest)
     )
+
+
+def test_zero_tails_are_blamed_on_parameters(tmp_path: Path) -> None:
+    """Moments whose tails a saver left zero (R52) are found parameter by parameter, also where buckets were decoded."""
+    run = Run(layers=(((0, 1, 2, 3),),))
+    writer = DistWriter(run)
+    add_weights(writer)
+    add_buckets(writer, zero_from={"exp_avg_sq": 2500})
+    writer.add_object("common_state/shard_0_1", common_state(run))
+    for path, data in writer.files().items():
+        (tmp_path / path).write_bytes(data)
+    report = verify(tmp_path, level="full")
+    blamed = {finding.fqn for finding in report.findings if "zero" in finding.kind}
+    layers = "optimizer.state.exp_avg_sq.decoder.layers."
+    assert blamed == {
+        f"{layers}{name}.weight" for name in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_qkv")
+    }
