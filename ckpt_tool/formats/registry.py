@@ -19,7 +19,11 @@ __all__ = ["iter_readers", "readers", "writer", "writer_names"]
 # Module, attribute, and a pattern that some path of such a checkpoint fits (empty where content decides).
 _READERS: tuple[tuple[str, str, str], ...] = (
     # before Megatron, whose runs have a tracker of that name
-    ("ckpt_tool.formats.bytecheckpoint.reader", "READER", r"(^|/)model/\.metadata$|latest_checkpointed_iteration\.txt$"),
+    (
+        "ckpt_tool.formats.bytecheckpoint.reader",
+        "READER",
+        r"(^|/)model/\.metadata$|latest_checkpointed_iteration\.txt$",
+    ),
     # before DCP, which the first one is underneath
     ("ckpt_tool.formats.megatron.dist_reader", "READER", r"(^|/)metadata\.json$|\.distcp$"),
     ("ckpt_tool.formats.megatron.zarr_reader", "READER", r"/\.zarray$"),
@@ -29,17 +33,19 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.dcp.reader", "READER", r"\.metadata$|\.distcp$"),
     ("ckpt_tool.formats.safetensors.rank_files", "READER", r"rank_\d+\.safetensors$|ckpt_layout\.json$"),
     ("ckpt_tool.formats.safetensors.dcp_hf", "READER", r"shard-\d+-.*\.safetensors$"),
+    # before safetensors, of which transformers' Trainer puts the weights alone beside them
+    ("ckpt_tool.formats.deepspeed.reader", "READER", r"_states\.pt$|(^|/)latest$|(^|/)zero/"),
+    ("ckpt_tool.formats.deepspeed.universal", "READER", r"(^|/)zero/|latest_universal$"),
     ("ckpt_tool.formats.safetensors.index_file", "READER", r"\.safetensors(\.index\.json)?$"),
     ("ckpt_tool.formats.safetensors.single", "READER", r"\.safetensors$|^[^/]*$"),
     ("ckpt_tool.formats.torch_save.hf_bin", "READER", r"\.bin(\.index\.json)?$"),
-    ("ckpt_tool.formats.deepspeed.reader", "READER", r"_states\.pt$|(^|/)latest$|(^|/)zero/"),
-    ("ckpt_tool.formats.deepspeed.universal", "READER", r"(^|/)zero/|latest_universal$"),
     ("ckpt_tool.formats.rank_pt.reader", "READER", ""),
     ("ckpt_tool.formats.torch_save.reader", "READER", ""),
 )
 _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
+    "bytecheckpoint": ("ckpt_tool.formats.bytecheckpoint.writer", "WRITER"),
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
     "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),

@@ -27,6 +27,9 @@ from ckpt_tool.manifest.tables import ChunkTable, IntArray
 __all__ = ["READER", "DeepSpeedReader"]
 
 
+_WEIGHTS_ALONE = (".safetensors", ".bin")
+
+
 class DeepSpeedReader:
     """A tag folder, or its parent with ``latest``.
 
@@ -49,7 +52,8 @@ class DeepSpeedReader:
         if here.is_any:
             return Probe(0.95, f"{len(here.models):,} model states and {len(here.optims):,} optimizer partitions")
         if LATEST in source.listing and tags_below(source.listing):
-            return Probe(0.95, "latest, beside folders with model states and optimizer partitions")
+            # surer than a reader of the weights alone that transformers' Trainer puts beside them
+            return Probe(0.97, "latest, beside folders with model states and optimizer partitions")
         return Probe(0.0, "no files *mp_rank_*_model_states.pt")
 
     def read(self, source: Source) -> Manifest:
@@ -71,6 +75,12 @@ class DeepSpeedReader:
         if LATEST_UNIVERSAL in source.listing:
             built.assembly.notes.append(
                 f"{LATEST_UNIVERSAL} names a universal checkpoint beside it; this is the one in {LATEST}"
+            )
+        weights_alone = [path for path in source.listing.paths if "/" not in path and path.endswith(_WEIGHTS_ALONE)]
+        if weights_alone:
+            built.assembly.notes.append(
+                f"{len(weights_alone):,} files beside it hold weights alone, such as {weights_alone[0]}; give one to "
+                "read it"
             )
         stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
         info = facts_of(found, located, built, weights, placement, missing, stage=stage)

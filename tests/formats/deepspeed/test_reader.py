@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +18,40 @@ from ckpt_tool.formats.deepspeed.universal import READER as UNIVERSAL
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.storage.open import open_store
-from tests.formats.conformance import FIXTURES, Case, ReaderTests, Truth, all_rows, assemble, source_of, truth_of
+from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.store import Store
+from tests.formats.conformance import (
+    FIXTURES,
+    Case,
+    ReaderTests,
+    Truth,
+    all_rows,
+    assemble,
+    source_of,
+    stored_bytes,
+    truth_of,
+)
 
 DEEPSPEED = FIXTURES / "deepspeed"
 STEP = "global_step3"
+
+
+Open = Callable[[Path], Source]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens sources, and closes them behind the test."""
+    stores: list[Store] = []
+
+    def open_one(location: Path) -> Source:
+        store, listing = open_store(location)
+        stores.append(store)
+        return Source(store, listing)
+
+    yield open_one
+    for store in stores:
+        store.close()
 
 
 def fqn_of(name: str, numbers: Mapping[str, int] | None = None) -> str:
@@ -109,24 +139,24 @@ def numbered_by_position(name: str) -> bool:
     return name.startswith("ds_z0")
 
 
-def test_masters_round_to_the_weights_of_stage_3() -> None:
+def test_masters_round_to_the_weights_of_stage_3(opened: Open) -> None:
     """Weights that stage 3 does not store are its masters, rounded to nearest even."""
     truth = truth_of(DEEPSPEED / "ds_z3_bf16", fqn_of)()
-    store = open_store(DEEPSPEED / "ds_z3_bf16/ckpt")[0]
-    manifest = READER.read(source_of(store))
-    chunks = READER.resolve(source_of(store), manifest, all_rows(manifest))
+    source = opened(DEEPSPEED / "ds_z3_bf16/ckpt")
+    manifest = READER.read(source)
+    chunks = READER.resolve(source, manifest, all_rows(manifest))
     for fqn, expected in truth.items():
         if fqn.startswith("module.") and expected.dtype == "bfloat16":
-            actual = assemble(store, manifest, chunks, fqn)
+            actual = assemble(source.store, manifest, chunks, fqn)
             values = np.frombuffer(actual.data, dtype="<f4" if actual.dtype == "float32" else ml_dtypes.bfloat16)
             assert values.astype(ml_dtypes.bfloat16).tobytes() == expected.data, fqn
     assert manifest.info["model_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("one", NATIVE, ids=lambda one: one.name)
-def test_the_optimizer_has_its_normal_form(one: Case) -> None:
+def test_the_optimizer_has_its_normal_form(one: Case, opened: Open) -> None:
     """Masters and moments are one optimizer, keyed by the names that the groups list, with their hyperparameters."""
-    manifest = READER.read(Source(*open_store(one.location)))
+    manifest = READER.read(opened(one.location))
     (view,) = optimizer_views(manifest)
     members = [name for group in view.groups for name in group.params]
     assert view.prefix == "optimizer"
@@ -148,9 +178,9 @@ def test_the_optimizer_has_its_normal_form(one: Case) -> None:
         ("ds_autotp2_z3", (1, 2, 2)),
     ],
 )
-def test_mesh(name: str, sizes: tuple[int, ...]) -> None:
+def test_mesh(name: str, sizes: tuple[int, ...], opened: Open) -> None:
     """Axes are pipeline, data, tensor; chunks name the global rank of their file."""
-    manifest = READER.read(Source(*open_store(DEEPSPEED / name / "ckpt")))
+    manifest = READER.read(opened(DEEPSPEED / name / "ckpt"))
     assert manifest.mesh is not None
     assert (manifest.mesh.axes, manifest.mesh.sizes) == (("pp", "dp", "tp"), sizes)
     world_size = int(np.prod(sizes))
@@ -158,9 +188,9 @@ def test_mesh(name: str, sizes: tuple[int, ...]) -> None:
     assert set(manifest.chunks.rank.tolist()) == set(range(world_size))
 
 
-def test_facts() -> None:
+def test_facts(opened: Open) -> None:
     """Step, stage, version and tag are told, and the program's own values keep their names."""
-    manifest = READER.read(Source(*open_store(DEEPSPEED / "ds_z3_sub/ckpt")))
+    manifest = READER.read(opened(DEEPSPEED / "ds_z3_sub/ckpt"))
     expected = {"step": 3, "zero_stage": 3, "deepspeed_version": "0.19.8", "tag": STEP, "weights_are_masters": True}
     assert {key: manifest.info[key] for key in expected} == expected
     values = {blob.fqn: blob.value for blob in manifest.blobs}
@@ -176,9 +206,18 @@ def test_facts() -> None:
         ("ds_pp2_dp2_z1/ckpt", READER),
     ],
 )
-def test_detected(path: str, reader: Reader) -> None:
+def test_detected(path: str, reader: Reader, opened: Open) -> None:
     """The tag folder and its parent are recognised; where both forms lie side by side, the native one is taken."""
-    assert detect(Source(*open_store(DEEPSPEED / path))) is reader
+    assert detect(opened(DEEPSPEED / path)) is reader
+
+
+def test_the_folder_of_a_trainer() -> None:
+    """Weights beside a training state, as transformers' Trainer saves both: the state is read, the weights are told."""
+    state = stored_bytes(DEEPSPEED / "ds_z2_rr/ckpt")
+    weights = stored_bytes(DEEPSPEED / "hf_st_tied/ckpt")
+    source = source_of(MemoryStore({**weights, **state, "rng_state_0.pth": b"x"}))
+    assert detect(source) is READER
+    assert any("2 files beside it hold weights alone" in note for note in READER.read(source).notes)
 
 
 @pytest.mark.parametrize(
@@ -192,26 +231,26 @@ def test_detected(path: str, reader: Reader) -> None:
         ("latest", "the file that names the last step, 'global_step3'"),
     ],
 )
-def test_one_file_of_many(file: str, what: str) -> None:
+def test_one_file_of_many(file: str, what: str, opened: Open) -> None:
     """A single file is told for what it is, and the hint is the folder to type."""
-    source = Source(*open_store(DEEPSPEED / "ds_z2_bf16/ckpt" / file))
+    source = opened(DEEPSPEED / "ds_z2_bf16/ckpt" / file)
     with pytest.raises(NotFound, match=f"one file of a DeepSpeed checkpoint, not the whole: {what}") as error:
         detect(source).read(source)
     assert error.value.hint == f'give the folder: "{source.listing.url.rstrip("/")}"'
 
 
-def test_larger_checkpoints_too() -> None:
+def test_larger_checkpoints_too(opened: Open) -> None:
     """Every tensor of every truth in a folder of one's own (``CKPT_EXTRA_FIXTURES``), else in this repository's."""
     folders = sorted(Path(os.environ.get("CKPT_EXTRA_FIXTURES", DEEPSPEED)).glob("ds_*"))
     assert folders
     for folder in folders:
-        store = open_store(folder / "ckpt" if (folder / "ckpt").is_dir() else folder)[0]
-        manifest = READER.read(source_of(store))
-        chunks = READER.resolve(source_of(store), manifest, all_rows(manifest))
+        source = opened(folder / "ckpt" if (folder / "ckpt").is_dir() else folder)
+        manifest = READER.read(source)
+        chunks = READER.resolve(source, manifest, all_rows(manifest))
         (view,) = optimizer_views(manifest)
         numbers = {fqn: number for number, fqn in view.names.items()}
         for fqn, expected in truth_of(folder, partial(fqn_of, numbers=numbers))().items():
-            actual = assemble(store, manifest, chunks, fqn)
+            actual = assemble(source.store, manifest, chunks, fqn)
             if (actual.dtype, expected.dtype) == ("float32", "bfloat16"):
                 rounded = np.frombuffer(actual.data, dtype="<f4").astype(ml_dtypes.bfloat16)
                 actual = Truth("bfloat16", actual.shape, rounded.tobytes())

@@ -19,10 +19,9 @@ from ckpt_tool.formats.deepspeed.universal_writer import WRITER
 from ckpt_tool.manifest.model import Blob, Manifest, TensorMeta
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import TensorTable
-from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.store import Store
-from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of
+from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of, stored_bytes
 from tests.formats.torch_save.laid_out import filled
 
 DEEPSPEED = FIXTURES / "deepspeed"
@@ -50,7 +49,7 @@ def request_of(tensors: TensorTable, blobs: tuple[Blob, ...], info: Mapping[str,
 
 def written(name: str, *, without: str = "") -> tuple[Manifest, dict[str, Truth], dict[str, bytes]]:
     """A fixture, what is in it, and the files written of it, ``without`` one object."""
-    source, held = tensors_of(READER, open_store(DEEPSPEED / name / "ckpt")[0])
+    source, held = tensors_of(READER, MemoryStore(stored_bytes(DEEPSPEED / name / "ckpt")))
     blobs = tuple(blob for blob in source.blobs if blob.fqn != without)
     layout = WRITER.lay_out(request_of(source.tensors, blobs, source.info))
     assert layout.commit_path == "latest_universal"
