@@ -19,6 +19,7 @@ from ckpt_tool.formats.megatron import resolve
 from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT, Common, read_common
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.dist_tables import Named, named_tables
+from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.formats.megatron.flattened import shapes_before
 from ckpt_tool.formats.megatron.gathered import add_gathered, gathered_group
 from ckpt_tool.formats.megatron.joined import joined, with_folder
@@ -72,7 +73,7 @@ class MegatronDistReader:
         common = read_common(inner, tables.blobs)
         facts = common.facts
         ranks = int(tables.chunks.rank.max(initial=-1)) + 1
-        world_size = facts.world_size or _world_size(common, ranks)
+        world_size = facts.world_size or _world_size(facts, ranks)
         shapes = shapes_before(metadata.extra.get("mcore_data"))
         found = named_tables(tables.tensors, tables.chunks, shapes, facts, world_size)
         gathered, objects_left = _gathered(inner, found, tables.blobs)
@@ -140,10 +141,11 @@ def _is_ours(path: str) -> bool:
     return path.endswith(".distcp")
 
 
-def _world_size(common: Common, n_ranks_seen: int) -> int | None:
-    """Ranks of a run whose arguments do not say: as many as wrote files, when that is a multiple of TP times PP."""
-    per_replica = (common.facts.tp or 0) * (common.facts.pp or 0)
-    return n_ranks_seen if per_replica and n_ranks_seen % per_replica == 0 and n_ranks_seen else None
+def _world_size(facts: Facts, n_ranks_seen: int) -> int | None:
+    """Ranks of a run whose arguments do not say; with one stage as many as wrote files, which then decides nothing."""
+    if facts.tp and facts.pp and facts.data_parallel_size:
+        return facts.tp * facts.pp * facts.data_parallel_size * (facts.context_parallel_size or 1)
+    return n_ranks_seen if facts.pp == 1 and n_ranks_seen else None
 
 
 def _gathered(source: Source, found: Named, blobs: Sequence[Blob]) -> tuple[Rows, Sequence[Blob]]:

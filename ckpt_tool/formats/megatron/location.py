@@ -7,7 +7,7 @@ lie in ``iter_0000010`` or ``release`` beside it. Source: Megatron-LM ``training
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,10 +36,18 @@ class Location:
     """Which iteration was taken, and what lies beside it."""
 
 
-def iterations(source: Source) -> tuple[str, ...]:
-    """Folders of iterations directly below the source, by number, ``release`` first."""
-    folders = {path.partition("/")[0] for path in source.listing.sizes if "/" in path}
-    return tuple(sorted(folder for folder in folders if _ITERATION.fullmatch(folder)))
+def iterations(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Folders of iterations and the files in each, relative to it; by number, ``release`` last.
+
+    >>> iterations(["iter_0000020/a", "iter_0000010/b/c", "logs/x"])
+    {'iter_0000010': ['b/c'], 'iter_0000020': ['a']}
+    """
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        folder, separator, rest = path.partition("/")
+        if separator and _ITERATION.fullmatch(folder):
+            found.setdefault(folder, []).append(rest)
+    return dict(sorted(found.items()))
 
 
 def within(source: Source, folder: str) -> Source:
@@ -83,8 +91,8 @@ def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], boo
         return Location("weights", ("the weights lie in the folder 'weights', as NeMo 2 writes them",))
     if not any(is_ours(path) for path in listing.sizes):
         return None
-    found = iterations(source)
-    complete = [folder for folder in found if is_complete(sublisting(listing, folder).sizes)]
+    found = iterations(listing.sizes)
+    complete = [folder for folder, files in found.items() if is_complete(files)]
     if TRACKER in listing:
         return _tracked(source, found, complete)
     if not complete:
@@ -94,7 +102,7 @@ def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], boo
     return Location(complete[-1], (note + (f"; beside it: {_listed(others)}" if others else ""),))
 
 
-def _tracked(source: Source, found: tuple[str, ...], complete: list[str]) -> Location:
+def _tracked(source: Source, found: Collection[str], complete: list[str]) -> Location:
     """The iteration that the tracker names."""
     nbytes = source.listing.nbytes(TRACKER)
     text = source.head(TRACKER, _MAX_TRACKER_NBYTES).decode("ascii", "replace").strip()

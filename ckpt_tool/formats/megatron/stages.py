@@ -35,21 +35,27 @@ def stage_layers(
     if n_stages < 1:
         raise LayoutError("the pipeline-parallel size is not known")
     stage_of: dict[int, set[int]] = {}
+    seen: set[int] = set()
     per_stage = world_size // n_stages if world_size else 0
     for key in keys:
         found = layer_key(key)
-        if found is None:
-            continue
         rows = chunks.rows_of(tensors.index[key])
         ranks = chunks.rank[rows]
-        if n_stages > 1 and (
-            not per_stage or bool((ranks < 0).any()) or int(ranks.max(initial=0)) >= (world_size or 0)
-        ):
+        is_told = per_stage and bool(((ranks >= 0) & (ranks < (world_size or 0))).all())
+        if n_stages > 1 and not is_told:
             raise LayoutError(f"which stage saved {key!r} is not known: the world size or the saving ranks are missing")
         stages = ranks // per_stage if n_stages > 1 else np.zeros(len(rows), dtype=np.int64)
+        seen.update(stages.tolist())
+        if found is None:
+            continue
         layers = chunks.offsets[rows, 0] if found[0] is None else np.full(len(rows), found[0])
         for layer, stage in {*zip(layers.tolist(), stages.tolist(), strict=True)}:
             stage_of.setdefault(layer, set()).add(stage)
+    if len(seen) < n_stages:
+        raise LayoutError(
+            f"ranks of {len(seen)} of {n_stages} pipeline stages saved the weights: the files were not written by the "
+            "run that the arguments describe"
+        )
     shared = sorted(layer for layer, stages in stage_of.items() if len(stages) > 1)
     if shared:
         raise LayoutError(f"layer {shared[0]} was saved by several pipeline stages: {sorted(stage_of[shared[0]])}")

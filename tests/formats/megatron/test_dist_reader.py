@@ -120,6 +120,11 @@ def test_run_is_described() -> None:
     assert info["args"]["transformer_impl"] == "local"
 
 
+def test_stages_are_not_made_up() -> None:
+    """A file that one process wrote for a run of two stages tells of no stage, and none is claimed."""
+    assert "layer_stages" not in READER.read(source_at("neg_noextra")).info
+
+
 def test_objects_keep_their_keys() -> None:
     """Random states and extra states come out of mcore's one-element lists, under the names of their pieces."""
     with open_checkpoint(CHECKPOINTS / "td_full_t2p2d2/ckpt") as checkpoint:

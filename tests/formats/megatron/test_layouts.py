@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,18 @@ def test_state_by_numbers_that_does_not_fit_is_left() -> None:
         finding.kind == "optimizer-undecoded"
         for finding in RANKS.check(source_of(MemoryStore(whole_state_files(Run(tp=2), change))), manifest)
     )
+
+
+def test_grouped_experts_are_numbered_globally() -> None:
+    """Transformer Engine's grouped experts, numbered in the weight's name, read as the sequential ones do."""
+    run = Run(n_experts=4, ep=2, dp=2)
+
+    def change(root: dict[str, Any]) -> None:
+        pattern = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+        root["model"] = {pattern.sub(r"\1\3\2", name): tensor for name, tensor in root["model"].items()}
+
+    _, tensors = tensors_of(RANKS, {**legacy_files(run), **changed_model(run, change)})
+    assert tensors == run.truth()
 
 
 def test_zero_tails_are_blamed_on_parameters(tmp_path: Path) -> None:
