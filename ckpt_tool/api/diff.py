@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
-from ckpt_tool.api.diff_hints import NeighbourFinder
+from ckpt_tool.api.neighbours import NeighbourFinder
 from ckpt_tool.api.pairing import Pairing, is_noise, name_map, pair_tensors
+from ckpt_tool.api.template import is_template, open_template
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.elements import bit_dtype
 from ckpt_tool.engine.tile_reader import TileReader
@@ -58,7 +59,8 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     where a reason is looked for.
 
     Args:
-        a: a path, a URL, or an open checkpoint, which stays open.
+        a: a path, a URL, an open checkpoint, which stays open, or a file that ``ckpt inspect --json`` wrote: names,
+            shapes and types of what a model expects, which is all that is then compared.
         b: what is held against it.
         include: globs or ``re:`` patterns of names as either side has them; all when empty.
         exclude: globs or ``re:`` patterns.
@@ -82,11 +84,11 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     started = time.perf_counter()
     with ExitStack() as stack:
         one, other = (
-            each
-            if isinstance(each, Checkpoint)
-            else stack.enter_context(open_checkpoint(each, memory_budget_bytes=memory_budget_bytes))
+            each if isinstance(each, Checkpoint) else stack.enter_context(_opened(each, memory_budget_bytes))
             for each in (a, b)
         )
+        templates = [name for name, side in (("A", one), ("B", other)) if is_template(side)]
+        quick = quick or bool(templates)
         rows = [_Rows(side, everything=everything) for side in (one, other)]
         _select(rows, include=include, exclude=exclude, section=section)
         pairing = pair_tensors(
@@ -109,11 +111,15 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
             n_ignored_tensors=sum(each.n_noise for each in rows),
             n_ignored_objects=n_objects,
             n_unselected=sum(each.n_unselected for each in rows),
-            notes=pairing.notes,
+            notes=(*pairing.notes, *(f"{name} lists tensors without their bytes" for name in templates)),
             is_quick=quick,
             compared_nbytes=comparison.compared_nbytes,
             seconds=time.perf_counter() - started,
         )
+
+
+def _opened(url: str | os.PathLike[str], memory_budget_bytes: int) -> Checkpoint:
+    return open_template(url) or open_checkpoint(url, memory_budget_bytes=memory_budget_bytes)
 
 
 class _Rows:

@@ -21,7 +21,14 @@ class Names(Choice):
 
 
 A = Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a path or a URL.", show_default=False)]
-B = Annotated[str, typer.Argument(metavar="B", help="What is held against it.", show_default=False)]
+B = Annotated[
+    str,
+    typer.Argument(
+        metavar="B",
+        help="What is held against it: a checkpoint, or a file of ckpt inspect --json (names, shapes and types).",
+        show_default=False,
+    ),
+]
 MapNames = Annotated[
     list[str] | None,
     typer.Option(

@@ -102,7 +102,10 @@ def common_box(shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> Box | None
 
 def cut_pairs(a: Manifest, b: Manifest, pairs: Sequence[Pair], limits: PlanLimits) -> PairTiles:
     """Tiles of the boxes that pairs share, in the order of A's bytes."""
-    boxes = [common_box(a.tensors.shape_of(pair.row_a), b.tensors.shape_of(pair.row_b)) for pair in pairs]
+    boxes = [
+        common_box(a.tensors.shape_of(pair.row_a), b.tensors.shape_of(pair.row_b)) if _is_alike(a, b, pair) else None
+        for pair in pairs
+    ]
     live = [number for number, box in enumerate(boxes) if box is not None and box.volume]
     place = _places(a)
     live.sort(key=lambda number: place[pairs[number].row_a])
@@ -125,6 +128,14 @@ def cut_pairs(a: Manifest, b: Manifest, pairs: Sequence[Pair], limits: PlanLimit
         for rows, width_bits in ((rows_a, bits_a), (rows_b, bits_b))
     ]
     return PairTiles(number[cut.key], *sides)
+
+
+def _is_alike(a: Manifest, b: Manifest, pair: Pair) -> bool:
+    """Whether elements can be held against each other: those narrower than a byte only against their own type."""
+    kind_a, kind_b = a.tensors.dtypes[pair.row_a], b.tensors.dtypes[pair.row_b]
+    if kind_a == kind_b:
+        return kind_a.bits % 8 == 0 or a.tensors.shape_of(pair.row_a) == b.tensors.shape_of(pair.row_b)
+    return kind_a.bits % 8 == 0 and kind_b.bits % 8 == 0
 
 
 def _places(manifest: Manifest) -> list[tuple[int, int]]:

@@ -238,14 +238,11 @@ def _unequal(
         found.n_differing += len(a)
         found.n_uncast += len(a)
         return np.arange(len(a))
-    kinds = {values_a.dtype.kind, values_b.dtype.kind}
-    if kinds <= {"f", "c"} or "c" in kinds:
-        wide: npt.DTypeLike = np.complex128 if "c" in kinds else np.float64
-        exact_a, exact_b = values_a.astype(wide), values_b.astype(wide)
-        both_nan = np.isnan(exact_a) & np.isnan(exact_b)
-        differs = (exact_a != exact_b) & ~both_nan
-    else:  # integers beyond 2**53 are no float64, so numpy's own promotion is not exact either
-        exact_a, exact_b = values_a.astype(np.longdouble), values_b.astype(np.longdouble)
+    wide: npt.DTypeLike = np.complex128 if "c" in {values_a.dtype.kind, values_b.dtype.kind} else np.float64
+    exact_a, exact_b = values_a.astype(wide), values_b.astype(wide)
+    if {values_a.dtype.kind, values_b.dtype.kind} <= set("iub"):  # some of 64 bits are no float64
+        differs = (_as_unsigned(values_a) != _as_unsigned(values_b)) | ((values_a < 0) != (values_b < 0))
+    else:
         differs = (exact_a != exact_b) & ~(np.isnan(exact_a) & np.isnan(exact_b))
     picked = np.flatnonzero(differs)
     if len(picked):
@@ -259,6 +256,11 @@ def _unequal(
         found.add(part)
         found.n_uncast += _uncast(a[picked], b[picked], dtype_a, dtype_b)
     return picked
+
+
+def _as_unsigned(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Integers modulo 2**64."""
+    return values.astype(np.uint64 if values.dtype.kind == "u" else np.int64).view(np.uint64)
 
 
 def _uncast(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype_a: DType, dtype_b: DType) -> int:

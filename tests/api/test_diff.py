@@ -150,6 +150,23 @@ def test_json() -> None:
     assert set(first) == {"index", "a", "b"}
 
 
+def test_template(tmp_path: Path) -> None:
+    """A saved list of what a model expects: missing, unexpected, other shapes and types, and no byte is read."""
+    save_file({"w": np.ones((3, 4), "f4"), "x": np.ones(2, "f4"), "odd": np.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"w": np.zeros((3, 5), "f4"), "x": np.ones(2, "f2"), "new": np.ones(2)}, tmp_path / "b.safetensors")
+    expected = ckpt_tool.inspect(tmp_path / "b.safetensors").to_json()
+    (tmp_path / "template.json").write_text(json.dumps(expected))
+    report = diff(tmp_path / "a.safetensors", tmp_path / "template.json")
+    assert {each.fqn: each.status for each in report.tensors} == {
+        "odd": "only-a", "new": "only-b", "w": "shape", "x": "dtype",
+    }  # fmt: skip
+    assert (report.is_quick, report.compared_nbytes) == (True, 0)
+    assert report.notes == ("B lists tensors without their bytes",)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(NotFound):
+        diff(tmp_path / "a.safetensors", tmp_path / "other.json")
+
+
 def test_saved_and_reloaded(tmp_path: Path) -> None:
     """What a loader changed after a save is told per tensor: count, distance, first index."""
     saved = {"w": np.arange(12, dtype="f4").reshape(3, 4), "buf": np.ones(2, "f4")}

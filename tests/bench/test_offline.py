@@ -98,7 +98,7 @@ def test_start_up() -> None:
     report("start-up: warm", interleaved(rows, n_rounds=max(ROUNDS, 5)), peer="python -c pass")
 
 
-def test_verify_and_diff_speed(folder: Path) -> None:
+def test_verify_speed(folder: Path) -> None:
     """Checking every byte beside reading every byte."""
     source = str(folder / "source")
     rows = [
@@ -106,3 +106,20 @@ def test_verify_and_diff_speed(folder: Path) -> None:
         Row("ckpt verify --full", [*CKPT, "verify", source, "--full"]),
     ]
     report(f"verify: {GIGABYTES} GB", interleaved(rows, n_rounds=ROUNDS), peer="cat all files")
+
+
+def test_diff_against_cmp(folder: Path) -> None:
+    """FSDP 4 as DCP against TP 4 as rank files; `cmp` compares the same bytes, which lie alike for it."""
+    source, other = folder / "source", folder / "other"
+    argv = [*CKPT, "reshard", str(source), str(other), "--tp", "4", "--to", "rank-files", "--no-fsync"]
+    subprocess.run(argv, check=True, capture_output=True)
+    copy = folder / "copy"
+    subprocess.run(["cp", "-r", str(other), str(copy)], check=True)
+    pairs = "; ".join(f"cmp {other / path.name} {copy / path.name}" for path in sorted(other.glob("*.safetensors")))
+    rows = [
+        Row("cmp", ["sh", "-e", "-c", pairs]),
+        Row("ckpt diff", [*CKPT, "diff", str(source), str(other)]),
+        Row("ckpt diff --workers 1", [*CKPT, "diff", str(source), str(other), "--workers", "1"]),
+        Row("ckpt diff, equal layouts", [*CKPT, "diff", str(other), str(copy)]),
+    ]
+    report(f"diff: {GIGABYTES} GB, FSDP 4 and TP 4", interleaved(rows, n_rounds=ROUNDS), peer="cmp")

@@ -201,6 +201,21 @@ def test_progress_ends_at_all_bytes() -> None:
     assert len(seen) > 10
 
 
+def test_elements_narrower_than_a_byte() -> None:
+    """Packed six-bit elements are compared as bytes with their own type, by type alone with another."""
+    kind = {"w": "float6_e2m3fn"}
+    manifests = []
+    for data in (b"abcdef", b"abcdeX"):
+        manifest = stored({"w": np.zeros(8, "u1")}, dtypes=kind)[0]
+        length = np.full(1, 6, dtype=np.int64)
+        manifests.append((manifest.replace(chunks=manifest.chunks.replace(length=length)), {"part_0.bin": data}))
+    sides = [checkpoint_of(*each) for each in manifests]
+    assert diff(sides[0], sides[0]).is_same
+    report = diff(*sides)
+    assert (row(report, "w").status, measures(report, "w").n_differing) == ("differs", 1)
+    assert row(diff(sides[0], opened({"w": np.zeros(8, "f4")})), "w").status == "dtype"
+
+
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [

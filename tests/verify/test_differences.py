@@ -158,6 +158,8 @@ def test_exact_widening_is_equal() -> None:
     found = tally(bits(values, "fp32"), bits(values, "bf16"), dtype("fp32"), dtype("bf16"))[0]
     assert (found.n_differing, found.n_uncast) == (0, 0)
     assert tally(bits([1, 2], "int64"), bits([1, 2], "int32"), dtype("int64"), dtype("int32"))[0].n_differing == 0
+    found = tally(bits([-1], "int64"), bits([2**64 - 1], "uint64"), dtype("int64"), dtype("uint64"))[0]
+    assert found.n_differing == 1
     far = 2**53 + 1  # no float64
     found = tally(bits([far], "int64"), bits([far - 1], "uint64"), dtype("int64"), dtype("uint64"))[0]
     assert found.n_differing == 1
