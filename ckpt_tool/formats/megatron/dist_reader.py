@@ -24,7 +24,7 @@ from ckpt_tool.formats.megatron.flattened import shapes_before
 from ckpt_tool.formats.megatron.gathered import add_gathered, gathered_group
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import named
-from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
+from ckpt_tool.formats.megatron.location import TRACKER, Location, locate, places_below, within
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
@@ -39,6 +39,8 @@ class MegatronDistReader:
 
     def probe(self, source: Source) -> Probe:
         """By file names and the first bytes of ``metadata.json``; one request for it, one for a tracker."""
+        if source.listing.entry == TRACKER:
+            return Probe(0.3, f"{TRACKER} names the iteration to read of a run: name the run's folder instead")
         try:
             location = locate(source, _is_complete, _is_ours)
         except (FormatError, NotFound) as error:

@@ -37,7 +37,7 @@ class Location:
 
 
 def iterations(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Folders of iterations and the files in each, relative to it; by number, ``release`` last.
+    """Folders of iterations and the files in each, relative to it; by number, ``release`` first.
 
     >>> iterations(["iter_0000020/a", "iter_0000010/b/c", "logs/x"])
     {'iter_0000010': ['b/c'], 'iter_0000020': ['a']}
@@ -47,7 +47,7 @@ def iterations(paths: Iterable[str]) -> dict[str, list[str]]:
         folder, separator, rest = path.partition("/")
         if separator and _ITERATION.fullmatch(folder):
             found.setdefault(folder, []).append(rest)
-    return dict(sorted(found.items()))
+    return {folder: found[folder] for folder in sorted(found, key=lambda folder: (len(folder), folder))}
 
 
 def within(source: Source, folder: str) -> Source:
@@ -111,7 +111,8 @@ def _tracked(source: Source, found: Collection[str], complete: list[str]) -> Loc
         raise FormatError(f"expected an iteration's number or 'release', got {text[:40]!r}", where=where)
     folder = text if text == "release" else f"iter_{int(text):07d}"
     if folder in complete:
-        newer = [name for name in found if name > folder and folder != "release"]
+        ordered = list(found)
+        newer = [] if folder == "release" else ordered[ordered.index(folder) + 1 :]
         note = f"{TRACKER} names {text}: {folder} is read"
         if newer:
             unfinished = [name for name in newer if name not in complete]

@@ -20,6 +20,7 @@ from ckpt_tool.geometry.box import Box
 
 __all__ = ["Member", "RankModel", "model_chunks"]
 
+_EXTRA_STATE = "_extra_state"
 Coord = tuple[int, int, int]
 """Stage, expert-parallel rank, tensor-parallel rank."""
 
@@ -156,6 +157,9 @@ class _Plan:
             if not isinstance(tensor, TensorRef):
                 continue
             live = live_name(name, self.local_names)
+            if name.endswith(_EXTRA_STATE):
+                yield from self._extra_tensor(name, live, tensor, coord, self.offsets[stage, chunk])
+                continue
             key, lead, lead_shape = self._key(live, self.offsets[stage, chunk])
             n_fused = 0
             if live.is_expert:
@@ -175,11 +179,24 @@ class _Plan:
                 shape = (*shape[:dim], shape[dim] * self.grid.tp, *shape[dim + 1 :])
             yield replace(member, shape=(*lead_shape, *shape))
 
+    def _extra_tensor(
+        self, name: str, live: LiveName, tensor: TensorRef, coord: Coord, first_layer: int
+    ) -> Iterator[Member]:
+        """A module's serialised state (Transformer Engine): of any length, as the first rank of each stage has it."""
+        _, expert_rank, tensor_rank = coord
+        if tensor_rank or (expert_rank and not live.is_expert):
+            return
+        key = live.rest if live.layer is None else f"decoder.layers.{first_layer + live.layer}.{live.rest}"
+        if live.expert is not None:
+            expert = expert_rank * self.n_local_experts + live.expert
+            key = key.replace(".experts.experts.", f".experts.experts.{expert}.")
+        yield Member(name, tensor, key, tensor.shape, (), "buffer", 0, 1, live.is_expert)
+
     def extra_states(self, coord: Coord, chunk: int, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Objects of modules, named as distributed checkpoints name them."""
         stage, expert_rank, _ = coord
         for name, value in state.items():
-            if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
+            if isinstance(value, TensorRef):
                 continue
             live = live_name(name, self.local_names)
             if live.layer is None:
@@ -263,7 +280,7 @@ class _Census:
             live = live_name(name, names)
             self.has_experts |= live.is_expert
             self.n_local_experts = max(self.n_local_experts, (-1 if live.expert is None else live.expert) + 1)
-            if live.layer is None or not isinstance(value, TensorRef):
+            if live.layer is None or not isinstance(value, TensorRef) or name.endswith(_EXTRA_STATE):
                 continue
             held.add(live.layer)
             if not any(ranks):

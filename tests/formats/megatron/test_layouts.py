@@ -350,6 +350,24 @@ def test_grouped_experts_are_numbered_globally() -> None:
     assert tensors == run.truth()
 
 
+def test_serialised_module_state_is_kept_by_layer() -> None:
+    """``_extra_state`` tensors (FP8) have any length: each layer's keeps a name of its own, weights stay stacked."""
+    run = Run(tp=2, layers=EVEN)
+
+    def change(root: dict[str, Any]) -> None:
+        stage = root["args"].rank // 2
+        name = "decoder.layers.0.mlp.linear_fc1._extra_state"
+        root["model"][name] = torch.full((3 + stage,), root["args"].rank, dtype=torch.uint8)
+
+    _, tensors = tensors_of(RANKS, changed_model(run, change))
+    extra = {fqn: tensors.pop(fqn) for fqn in list(tensors) if fqn.endswith("_extra_state")}
+    assert tensors == run.truth(slots=())
+    assert extra == {
+        f"model.decoder.layers.{n}.mlp.linear_fc1._extra_state": Truth("uint8", (3 + n,), bytes([2 * n] * (3 + n)))
+        for n in range(2)
+    }
+
+
 def test_zero_tails_are_blamed_on_parameters(tmp_path: Path) -> None:
     """Moments whose tails a saver left zero (R52) are found parameter by parameter, also where buckets were decoded."""
     run = Run(layers=(((0, 1, 2, 3),),))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats.base import Reader
+from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.rank_reader import READER as RANKS
+from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.conformance import source_of, stored_bytes
 from tests.formats.megatron.build import legacy_files
@@ -96,3 +99,10 @@ def test_formats_are_told_apart(name: str) -> None:
     inner = {path.partition("/")[2]: data for path, data in files.items() if "/" in path}
     expected = {"td": "megatron-dist", "legacy": "megatron-legacy", "old012": "megatron-zarr"}[name.partition("_")[0]]
     assert [detect(source_of(MemoryStore(part))).name for part in (files, inner)] == [expected, expected]
+
+
+def test_tracker_by_itself_is_explained(tmp_path: Path) -> None:
+    """Whoever names the tracker file is told to name the folder."""
+    (tmp_path / TRACKER).write_text("10")
+    source = Source(*open_store(tmp_path / TRACKER))
+    assert DIST.probe(source).why == f"{TRACKER} names the iteration to read of a run: name the run's folder instead"
