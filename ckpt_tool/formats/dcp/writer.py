@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
+from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.written_items import ItemKind, ItemKinds, foreign_names, is_writable, object_item
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
-from ckpt_tool.formats.dcp.metadata_pickle import WrittenChunk, WrittenItem, WrittenTensor, metadata_pickle
+from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 
