@@ -260,8 +260,10 @@ class _Comparison:
     def _limits(self, n_workers: int) -> PlanLimits:
         """A worker holds a tile of each side, and of each a piece or a span of one."""
         per_worker = self._budget_bytes // 2 // max(n_workers, 1)
+        max_gap_bytes = max(side.source.store.cost.max_gap_bytes for side in (self._a, self._b))
+        likes = max(8 * max_gap_bytes, _TILE_BYTES)  # requests are worth more bytes where each one waits for a network
         return PlanLimits(
-            max_tile_bytes=max(min(_TILE_BYTES, per_worker // 8), 4096),
+            max_tile_bytes=max(min(likes, per_worker // 8), 4096),
             max_odd_tile_bytes=max(per_worker // 8, 4096),
             unit_bytes=_UNIT_BYTES,
         )

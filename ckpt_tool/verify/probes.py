@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -28,13 +29,16 @@ _WEIGHTS = np.cumprod(np.full(_N_POSITIONS, 0x9E3779B97F4A7C15, dtype=np.uint64)
 Numbers = npt.NDArray[np.uint64]
 
 
+@lru_cache(maxsize=1024)
 def probe_positions(size: int) -> Int64Array:
-    """Up to 16 positions spread over a dimension, both ends included; a function of its size alone.
+    """Up to 16 positions spread over a dimension, both ends included; a function of its size alone. Read-only.
 
     >>> probe_positions(3).tolist(), probe_positions(1000).tolist()[:3]
     ([0, 1, 2], [0, 66, 133])
     """
-    return np.unique(np.linspace(0, max(size - 1, 0), min(size, _N_POSITIONS)).astype(np.int64))
+    positions = np.unique(np.linspace(0, max(size - 1, 0), min(size, _N_POSITIONS)).astype(np.int64))
+    positions.flags.writeable = False
+    return positions
 
 
 def as_numbers(bits: npt.NDArray[Any]) -> Numbers | None:

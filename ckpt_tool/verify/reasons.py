@@ -150,15 +150,13 @@ def _values(
         apart = x.reshape(-1).view(bits) ^ y.reshape(-1).view(bits)
         return bool(((apart == sign) | ((x.reshape(-1).view(bits) | sign) == sign) & (apart == 0)).all())
 
-    def is_telling(grid: Bits) -> bool:
-        """Whether values differ so much among themselves that being rounded is no coincidence."""
-        return len(np.unique(grid)) >= _TELLING_VALUES
-
     if is_negated(one, other):
         yield Reason("negated", "B is A with every sign flipped"), confirmer.elementwise(a, b, is_negated)
+    # Values that differ so much among themselves are not rounded to one another by coincidence.
+    telling = [len(np.unique(grid)) >= _TELLING_VALUES for grid in (one, other)]
     for name in _NARROW:
         narrow = dtype(name)
-        if narrow.bits >= kind.bits:
+        if narrow.bits >= kind.bits or not any(telling):
             continue
 
         def is_rounded(x: Bits, y: Bits, narrow: DType = narrow) -> bool:
@@ -167,10 +165,10 @@ def _values(
                 rounded = values.astype(narrow.as_numpy()).astype(kind.as_numpy())
             return bool((rounded.view(bits) == y.reshape(-1).view(bits)).all())
 
-        if is_telling(other) and is_rounded(one, other):
+        if telling[1] and is_rounded(one, other):
             text = f"B holds A's values after a detour through {name}"
             yield Reason("rounded", text), confirmer.elementwise(a, b, is_rounded)
-        elif is_telling(one) and is_rounded(other, one):
+        elif telling[0] and is_rounded(other, one):
             text = f"A holds B's values after a detour through {name}"
             yield Reason("rounded", text), confirmer.elementwise(b, a, is_rounded)
 
@@ -181,11 +179,11 @@ def _shift(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> int:
     if size < 4:
         return 0
     for hay, needle, sign in ((b, a[:size], 1), (a, b[:size], -1)):
-        if len(np.unique(needle)) < 4:
+        if len(set(needle.tolist())) < _TELLING_VALUES // 2:
             continue
-        windows = np.lib.stride_tricks.sliding_window_view(hay, size)
-        hits = np.flatnonzero((windows == needle).all(axis=1))
-        if len(hits) and hits[0]:
+        starts = np.flatnonzero(hay[: len(hay) - size + 1] == needle[0])
+        hits = [at for at in starts.tolist() if np.array_equal(hay[at : at + size], needle)]
+        if hits and hits[0]:
             return sign * int(hits[0])
     return 0
 
