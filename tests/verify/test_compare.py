@@ -13,12 +13,14 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.diff import diff
 from ckpt_tool.errors import CoverageError, StorageError
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.verify.compare import common_box
 from ckpt_tool.verify.diff_report import STATUSES, DiffReport, Measures, TensorDiff
 from tests.strategies import partitions, shapes
 from tests.synthetic import make_source
-from tests.verify.synthetic import FakeReader, checkpoint_of, stored
+from tests.verify.synthetic import FakeReader, checkpoint_of, chunk, make, stored, tensor
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -199,6 +201,23 @@ def test_progress_ends_at_all_bytes() -> None:
     assert seen[-1] == (2 * a.nbytes, 2 * a.nbytes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert len(seen) > 10
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 15])
+def test_odd_storage(budget: int) -> None:
+    """A side that is stored transposed, or with its bytes reversed, is the same, cut or whole."""
+    a = random(30, 50)
+    where = FileRange("f", 0, a.nbytes)
+    box = Box((0, 0), a.shape)
+    transposed = make([tensor("w", a.shape)], [chunk("w", box, where, strides=(1, 30))])
+    reversed_bytes = make([tensor("w", a.shape)], [chunk("w", box, where, flags=ChunkFlag.BIG_ENDIAN)])
+    for manifest, data in ((transposed, a.T.tobytes()), (reversed_bytes, a.byteswap().tobytes())):
+        side = checkpoint_of(manifest, {"f": data})
+        assert diff(side, opened({"w": a}, 3), memory_budget_bytes=budget, n_workers=1).is_same
+        changed = a.copy()
+        changed[29, 3] = 0
+        report = diff(side, opened({"w": changed}, 3), memory_budget_bytes=budget, n_workers=1)
+        assert measures(report, "w").first_index == (29, 3)
 
 
 def test_elements_narrower_than_a_byte() -> None:
