@@ -162,9 +162,10 @@ def test_template(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (report.is_quick, report.compared_nbytes) == (True, 0)
     assert report.notes == ("B lists tensors without their bytes",)
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(NotFound):
-        diff(tmp_path / "a.safetensors", tmp_path / "other.json")
+    for content in ("{}", "no JSON"):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(NotFound):
+            diff(tmp_path / "a.safetensors", tmp_path / "other.json")
 
 
 def test_saved_and_reloaded(tmp_path: Path) -> None:

@@ -137,6 +137,12 @@ def test_types_that_are_only_bytes() -> None:
     assert (first.a, first.b) == ("0x02", "0x2a")
 
 
+def test_types_that_have_no_common_values() -> None:
+    """Packed elements against numbers differ all, and no cast explains it."""
+    found = tally(np.array([1, 2], "u1"), bits([1.0, 2.0], "fp32"), dtype("float4_e2m1fn_x2"), dtype("fp32"))[0]
+    assert (found.n_differing, found.n_uncast, found.max_abs) == (2, 2, 0.0)
+
+
 @pytest.mark.parametrize(("wide", "narrow"), [("fp32", "bf16"), ("fp32", "fp16"), ("fp64", "fp32"), ("bf16", "fp8")])
 def test_rounding_is_recognised(wide: str, narrow: str) -> None:
     """A tensor and its cast differ by value and by nothing that rounding does not explain, in both directions."""
