@@ -105,7 +105,9 @@ def _check_space(plan: Plan, target: Target) -> None:
 
 def _early(layout: LayOut) -> list[Segment]:
     """Segments of files with payload, which a target without seek needs between the pieces."""
-    return [s for s in layout.segments if s.path in layout.manifest.files.index and s.path != layout.commit_path]
+    with_payload = {layout.manifest.files.paths[file] for file in set(layout.manifest.chunks.file.tolist())}
+    known = with_payload | (set(layout.manifest.files.paths) - {layout.commit_path})
+    return [segment for segment in layout.segments if segment.path in known]
 
 
 def _in_commit_order(segments: list[Segment], commit_path: str | None) -> list[Segment]:

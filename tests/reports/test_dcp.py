@@ -1,0 +1,334 @@
+"""Section A of the collected reports: checkpoints of torch's DCP, FSDP and DTensor.
+
+Told by a test elsewhere, of which those here are at most the view through the command:
+
+====  ============================================================================================
+R5    formats/rank_pt/test_placements.py::test_tensor_parallel_then_fsdp_on_one_dimension
+R16   manifest/test_optimizer.py (spellings of one state, groups, normal form)
+R25   formats/dcp/test_reader.py::test_ranks_without_collectives_are_joined, acceptance (dcp_no_collectives)
+R26   bench/test_dcp_scale.py (200,000 chunks), cli/test_startup.py (no torch)
+====  ============================================================================================
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckpt_tool.api.inspect import inspect
+from ckpt_tool.formats._pickle.nodes import Size
+from tests.formats.dcp.build import Checkpoint
+from tests.formats.rank_pt.test_placements import rank_files as saved_by_ranks
+from tests.reports.conftest import FIXTURES, Ckpt
+from tests.reports.made import as_bytes, boxes, dcp, put, rank_files, saved, values
+
+Row = tuple[int, list[int], list[int]]
+
+
+@pytest.mark.parametrize("to", ["dcp", "rank-files", "torch-ranks"])
+@pytest.mark.parametrize("n_ranks", [3, 4, 5])
+def test_r1_last_rank_is_empty(ckpt: Ckpt, tmp_path: Path, n_ranks: int, to: str) -> None:
+    """R1: 6 elements on 4 ranks leave the last one empty; they go to 3, 4 and 5 ranks, cut as torch.chunk cuts."""
+    whole = torch.arange(6, dtype=torch.float32)
+    parts = [(rank, (2 * rank,), whole[2 * rank : 2 * rank + 2].clone()) for rank in range(3)]
+    source = put(dcp(tmp_path / "source", lambda made: made.tensor("w", (6,), parts)), {"__3_0.distcp": b""})
+    ranks = ckpt("inspect", source, "--json").json["by_rank"]
+    assert [(row["rank"], row["payload_nbytes"]) for row in ranks] == [(0, 8), (1, 8), (2, 8), (3, 0)]
+    assert ckpt("reshard", source, tmp_path / "out", "--dp", str(n_ranks), "--to", to).status == 0
+    assert boxes(tmp_path / "out", "w") == [(0, [0], [2]), (1, [2], [2]), (2, [4], [2])]
+    assert values(tmp_path / "out", "w") == whole.tolist()
+
+
+def test_r2_dimension_smaller_than_the_mesh(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R2: one row over FSDP 2 x TP 4 is on four ranks as copies and on four not at all; resharded it is stored once."""
+    row = torch.arange(17, dtype=torch.float32).reshape(1, 17)
+    placements = [Shard(0), Replicate()]
+    files = saved_by_ranks((2, 4), lambda mesh: {"w": distribute_tensor(row, mesh, placements, src_data_rank=None)})
+    source = put(tmp_path / "source", files)
+    assert boxes(source, "w") == [(rank, [0, 0], [1, 17]) for rank in range(4)]
+    ranks = ckpt("inspect", source, "--json").json["by_rank"]
+    assert [row["rank"] for row in ranks if not row["payload_nbytes"]] == [4, 5, 6, 7]
+    assert ckpt("verify", source, "--full").status == 0
+    done = ckpt("reshard", source, tmp_path / "out", "--dp", "4", "--to", "rank-files")
+    assert "too small for all its ranks, 3 of them hold nothing of it: w" in done.text
+    assert boxes(tmp_path / "out", "w") == [(0, [0, 0], [1, 17])]
+    assert values(tmp_path / "out", "w") == row.tolist()
+
+
+def test_r4_uneven_chunks_in_any_order(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R4: chunks of 7, 1 and 2 rows, two of them by one rank, are checked for coverage and resharded."""
+    w, v = torch.arange(30, dtype=torch.float32).reshape(10, 3), torch.arange(8)
+
+    def add(made: Checkpoint) -> None:
+        made.tensor("w", (10, 3), [(0, (3, 0), w[3:].clone()), (1, (0, 0), w[:1].clone()), (0, (1, 0), w[1:3].clone())])
+        made.tensor("v", (8,), [(1, (5,), v[5:].clone()), (1, (0,), v[:5].clone())])
+
+    source = dcp(tmp_path / "source", add)
+    assert ckpt("verify", source, "--full").status == 0
+    assert (values(source, "w"), values(source, "v")) == (w.tolist(), v.tolist())
+    for name, layout in {"dp": ["--dp", "3"], "tp": ["--tp", "2", "--default", "shard0"]}.items():
+        assert ckpt("reshard", source, tmp_path / name, *layout).status == 0
+        assert as_bytes(tmp_path / name) == as_bytes(source)
+
+
+def test_r4_a_hole_is_never_filled(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R4: without one of the chunks, verify names the elements, and neither reshard nor export writes anything."""
+    whole = torch.arange(10.0)
+
+    def add(made: Checkpoint) -> None:
+        made.tensor("w", (10,), [(0, (3,), whole[3:].clone()), (1, (0,), whole[:1].clone())])
+
+    source = dcp(tmp_path / "source", add)
+    found = ckpt("verify", source)
+    assert (found.status, "w: no chunk holds [1:3] (2 of 10 elements, 20.0%)" in found.text) == (1, True)
+    for command in (["reshard", source, tmp_path / "out", "--dp", "2"], ["export", source, tmp_path / "out"]):
+        refused = ckpt(*command)
+        assert (refused.status, "no stored data for [1:3]" in refused.err) == (3, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_r5_strided_shards(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R5: rows cut by TP 2, then by FSDP 2, come out in order; files under each other's names do not change that."""
+    rows = torch.arange(64).reshape(16, 4)
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    files = saved_by_ranks((2, 2), lambda mesh: {"w": distribute_tensor(rows, mesh, placements, src_data_rank=None)})
+    source = put(tmp_path / "source", files)
+    assert boxes(source, "w") == [(rank, [start, 0], [4, 4]) for rank, start in enumerate((0, 8, 4, 12))]
+    assert ckpt("export", source, tmp_path / "out.safetensors").status == 0
+    assert values(tmp_path / "out.safetensors", "w") == rows.tolist()
+    one, two = (source / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    assert "warning renamed-file x2" in ckpt("verify", source).text
+    assert values(source, "w") == rows.tolist()
+
+
+class TestR8StateOfRanks:
+    """R8: state of one rank each, as of a data loader, cannot be resharded; nobody loses it without being asked."""
+
+    def source(self, folder: Path, *, as_tensors: bool = False) -> Path:
+        """Four ranks' positions, as objects or as tensors."""
+
+        def add(made: Checkpoint) -> None:
+            made.tensor("w", (4,), [(0, (0,), torch.arange(4.0))])
+            for rank in range(4):
+                if as_tensors:
+                    made.tensor(f"dataloader.dp_rank_{rank}.at", (1,), [(rank, (0,), torch.tensor([rank]))])
+                else:
+                    made.stored(f"dataloader.dp_rank_{rank}", rank, None, None, saved(f"position {rank}".encode()))
+
+        return dcp(folder, add)
+
+    @pytest.mark.parametrize("as_tensors", [False, True])
+    @pytest.mark.parametrize("n_ranks", [2, 8])
+    def test_a_change_of_ranks_is_refused(self, ckpt: Ckpt, tmp_path: Path, n_ranks: int, as_tensors: bool) -> None:
+        """Fewer and more ranks alike; the message names the entries and the hint both ways out."""
+        source = self.source(tmp_path / "source", as_tensors=as_tensors)
+        refused = ckpt("reshard", source, tmp_path / "out", "--dp", str(n_ranks))
+        assert (refused.status, "4 entries hold the state of single ranks (dataloader.dp_rank_0" in refused.err) == (
+            2,
+            True,
+        )
+        assert "--rank-state drop" in refused.err
+        assert "--rank-state keep" in refused.err
+
+    @pytest.mark.parametrize("as_tensors", [False, True])
+    def test_drop_says_what_it_dropped(self, ckpt: Ckpt, tmp_path: Path, as_tensors: bool) -> None:
+        """The weights go on, the four entries are listed."""
+        source = self.source(tmp_path / "source", as_tensors=as_tensors)
+        done = ckpt("reshard", source, tmp_path / "out", "--dp", "2", "--rank-state", "drop", "--json")
+        dropped = [entry["fqn"] for entry in done.json["dropped"]]
+        assert [fqn.removesuffix(".at") for fqn in dropped] == [f"dataloader.dp_rank_{rank}" for rank in range(4)]
+        assert list(as_bytes(tmp_path / "out")) == ["w"]
+        assert ckpt("inspect", tmp_path / "out", "--json").json["blobs"] == []
+
+    @pytest.mark.parametrize("words", [["--dp", "4"], ["--dp", "2", "--rank-state", "keep"]])
+    def test_kept(self, ckpt: Ckpt, tmp_path: Path, words: list[str]) -> None:
+        """As many ranks as before carry it, and so does whoever asks for it."""
+        assert ckpt("reshard", self.source(tmp_path / "source"), tmp_path / "out", *words).status == 0
+        shown = ckpt("inspect", tmp_path / "out", "--objects", "--json").json["blobs"]
+        assert [blob["fqn"] for blob in shown] == [f"dataloader.dp_rank_{rank}" for rank in range(4)]
+
+    def test_random_states_of_rank_files(self, ckpt: Ckpt, tmp_path: Path) -> None:
+        """Random states that each rank saved in a file of its own are such state too."""
+        source = FIXTURES / "torch/verl_4r_bf16/ckpt"
+        refused = ckpt("reshard", source, tmp_path / "out", "--dp", "2")
+        assert (refused.status, "extra_state.rng.cpu@rank0" in refused.err) == (2, True)
+        done = ckpt("reshard", source, tmp_path / "out", "--dp", "2", "--rank-state", "drop", "--json")
+        assert [entry["fqn"] for entry in done.json["dropped"]] == [f"extra_state.rng.cpu@rank{r}" for r in range(4)]
+
+
+class TestR10SameKey:
+    """R10: ranks saved different tensors under one key, and nothing says how they join."""
+
+    def source(self, folder: Path) -> Path:
+        """``w`` differs, ``b`` does not."""
+        return rank_files(folder, 2, lambda rank: {"w": torch.full((3,), float(rank)), "b": torch.ones(2)})
+
+    def test_verify_says_so(self, ckpt: Ckpt, tmp_path: Path) -> None:
+        """An error that counts the values."""
+        found = ckpt("verify", self.source(tmp_path / "source"))
+        assert found.status == 1
+        assert "'w': same key, different bytes, no placement: 2 distinct values in 2 files" in found.text
+
+    def test_conversions_refuse(self, ckpt: Ckpt, tmp_path: Path) -> None:
+        """Nothing is written, and the hint says how to go on."""
+        source = self.source(tmp_path / "source")
+        for command in (["reshard", source, tmp_path / "out", "--dp", "2"], ["export", source, tmp_path / "out"]):
+            refused = ckpt(*command)
+            assert refused.status == 3
+            assert "1 tensors differ between ranks and nothing says how they join (w)" in refused.err
+            assert "--unequal first" in refused.err
+            assert "--exclude 'w'" in refused.err
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+    def test_ways_to_go_on(self, ckpt: Ckpt, tmp_path: Path) -> None:
+        """The first rank's on request, or without the tensor."""
+        source = self.source(tmp_path / "source")
+        assert ckpt("export", source, tmp_path / "first", "--unequal", "first").status == 0
+        assert values(tmp_path / "first", "w") == [0.0, 0.0, 0.0]
+        assert ckpt("export", source, tmp_path / "without", "--exclude", "w").status == 0
+        assert list(as_bytes(tmp_path / "without")) == ["b"]
+
+
+def test_r11_partial_copy(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R11: files with the tensors in each are listed; of a partial copy, the missing files and what they held."""
+    source, missing = FIXTURES / "torch/dcp_ddp_dedup/ckpt", {"__1_0.distcp", "__3_0.distcp"}
+    rows = {row["path"]: row for row in ckpt("inspect", source, "--json").json["by_file"]}
+    assert sum(row["payload_nbytes"] for row in rows.values()) == 224_143
+    in_file: dict[str, set[str]] = {}
+    for chunk in ckpt("inspect", source, "--json", "--shards").json["chunks"]:
+        in_file.setdefault(chunk["file"], set()).add(chunk["fqn"])
+    assert {path: len(fqns) for path, fqns in in_file.items()} == {path: row["n_tensors"] for path, row in rows.items()}
+    copy = put(tmp_path / "copy", {p.name: p.read_bytes() for p in source.iterdir() if p.name not in missing})
+    findings = ckpt("verify", copy, "--json").json["findings"]
+    assert {found["file"] for found in findings if found["kind"] == "missing-file"} == missing
+    assert {found["fqn"] for found in findings if found["kind"] == "lost-data"} == set.union(*map(in_file.get, missing))  # type: ignore[arg-type]
+    refused = ckpt("export", copy, tmp_path / "out")
+    assert (refused.status, "the file is missing" in refused.err) == (3, True)
+
+
+def test_r13_casts_are_asked_for_and_reported(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R13: bytes stay what they are; a cast happens on request only, and says how much it changed."""
+    w = torch.tensor([1.0, 1 + 2**-20, 3.0])
+    source = dcp(tmp_path / "source", lambda made: made.tensor("w", (3,), [(0, (0,), w)]))
+    assert ckpt("reshard", source, tmp_path / "same", "--dp", "2").status == 0
+    assert as_bytes(tmp_path / "same") == as_bytes(source)
+    done = ckpt("reshard", source, tmp_path / "cast", "--dp", "2", "--dtype", "bf16")
+    assert "cast: 1 tensor from float32 to bfloat16: w; 1 value changed, by 9.54e-07 at most (in w)" in done.text
+    assert as_bytes(tmp_path / "cast")["w"][0] == "bfloat16"
+
+
+def test_r14_parts_of_a_checkpoint(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R14: a selection is copied with a list of what stays behind; a selection of nothing is an error."""
+    source = FIXTURES / "torch/dcp_fsdp2_4r_fp32/ckpt"
+    done = ckpt("reshard", source, tmp_path / "out", "--dp", "2", "--include", "model.*", "--json")
+    model = {fqn: tensor for fqn, tensor in as_bytes(source).items() if fqn.startswith("model.")}
+    assert as_bytes(tmp_path / "out") == model
+    assert {entry["fqn"] for entry in done.json["dropped"]} == set(as_bytes(source)) - set(model)
+    nothing = ckpt("reshard", source, tmp_path / "none", "--dp", "2", "--include", "modell.*")
+    assert (nothing.status, "no tensor fits 'modell.*' among 134" in nothing.err) == (3, True)
+
+
+def optimizer_state(made: Checkpoint) -> None:
+    """Adam of two groups and an empty one: ``c`` never got a gradient, ``tied`` is in the model but not in a group."""
+    paths: dict[str, Any] = {}
+
+    def tensor(value: torch.Tensor, *path: str) -> None:
+        made.tensor(".".join(path), value.shape, [(0, (0,) * value.ndim, value)])
+        paths[".".join(path)] = path
+
+    def stored(value: object, *path: str | int) -> None:
+        fqn = ".".join(map(str, path))
+        made.stored(fqn, 0, None, None, saved(value))
+        paths[fqn] = path
+
+    for number, name in enumerate("abc"):
+        tensor(torch.full((2, 3), float(number)), "model", name)
+    tensor(torch.zeros(2, 3), "model", "tied")
+    for name in "ab":
+        tensor(torch.tensor(1.0), "optim", "state", name, "step")
+        tensor(torch.full((2, 3), 0.5), "optim", "state", name, "exp_avg")
+        tensor(torch.full((2, 3), 0.25), "optim", "state", name, "exp_avg_sq")
+    for group, (rate, names) in enumerate(((0.1, "a"), (0.01, "bc"))):
+        stored(rate, "optim", "param_groups", group, "lr")
+        for number, name in enumerate(names):
+            stored(name, "optim", "param_groups", group, "params", number)
+    stored(0.001, "optim", "param_groups", 2, "lr")
+    stored([], "optim", "param_groups", 2, "params")
+    made.planner_data = paths
+
+
+def test_r16_groups_keep_their_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: of three groups, one of them empty, each keeps its learning rate and its parameters through a reshard."""
+    source = dcp(tmp_path / "source", optimizer_state)
+    assert ckpt("reshard", source, tmp_path / "out", "--dp", "2").status == 0
+    (before,), (after,) = (inspect(at, objects=True).optimizers for at in (source, tmp_path / "out"))
+    assert [(group.params, group.hyperparameters["lr"]) for group in after.groups] == [
+        (("a",), 0.1),
+        (("b", "c"), 0.01),
+        ((), 0.001),
+    ]
+    assert after == before
+
+
+def test_r17_parameters_without_state(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R17: a parameter that never got a gradient has no state; verify says so, and nothing is wrong with it."""
+    source = dcp(tmp_path / "source", optimizer_state)
+    found = ckpt("verify", source)
+    assert found.status == 0
+    assert "1 parameter of optim without state, as those that never got a gradient: c" in found.text.replace("'", "")
+
+
+def test_r19_payload_against_metadata(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R19: the metadata says [1571, 3], the stored tensor is [1571]: verify and every conversion say so."""
+
+    def add(made: Checkpoint) -> None:
+        made.tensor("w", (1571, 3), [(0, (0, 0), torch.zeros(1571))])
+        made.change(0, sizes=Size((1571, 3)))
+
+    source = dcp(tmp_path / "source", add)
+    said = "the chunk of 'w' at [0, 0] is float32[1571, 3] in the metadata, the stored tensor is float32[1571]"
+    for command, status in ((["verify", source], 1), (["export", source, tmp_path / "out"], 3)):
+        found = ckpt(*command)
+        assert (found.status, said in found.text) == (status, True)
+
+
+def test_r20_flat_parameters(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R20: FSDP1's rank files are read without a job; what cannot be unflattened is listed, and never half exported."""
+    sharded = FIXTURES / "torch/fsdp1_per_rank_pt_2r/ckpt"
+    assert {rank for rank, _, _ in boxes(sharded, "model.model.embed_tokens.weight")} == {0, 1}
+    flat = rank_files(tmp_path / "flat", 2, lambda rank: {"x._flat_param": torch.full((8,), float(rank))})
+    assert "cannot unflatten: need the names and shapes" in ckpt("inspect", flat).text
+    refused = ckpt("export", flat, tmp_path / "out")
+    assert (refused.status, "a flat parameter is another part of the model on each rank" in refused.err) == (3, True)
+
+
+@pytest.mark.parametrize("to", ["dcp", "rank-files", "torch-ranks", "safetensors", "torch-save"])
+def test_r22_scalars_and_nothing(ckpt: Ckpt, tmp_path: Path, to: str) -> None:
+    """R22: tensors of no dimension, and of no element, are listed, copied, cut, put together again and exported."""
+
+    def add(made: Checkpoint) -> None:
+        for fqn, value in {"scalar": torch.tensor(2.5), "none": torch.zeros(0), "flat": torch.zeros(0, 4)}.items():
+            made.tensor(fqn, value.shape, [(0, (0,) * value.ndim, value)])
+        made.tensor("one", (1,), [(1, (0,), torch.ones(1))])
+
+    source = dcp(tmp_path / "source", add)
+    shapes = {row["fqn"]: row["shape"] for row in ckpt("inspect", source, "--json").json["tensors"]}
+    assert shapes == {"scalar": [], "none": [0], "flat": [0, 4], "one": [1]}
+    assert ckpt("verify", source, "--full").status == 0
+    out = tmp_path / "out"
+    if to in {"safetensors", "torch-save"}:
+        assert ckpt("export", source, out, "--to", to).status == 0
+    else:
+        assert ckpt("reshard", source, out, "--dp", "3", "--to", to).status == 0
+    assert as_bytes(out) == as_bytes(source)
+    back = ckpt("reshard", out, tmp_path / "back", "--tp", "2", "--default", "shard0", "--to", "rank-files")
+    assert back.status == 0
+    assert as_bytes(tmp_path / "back") == as_bytes(source)
