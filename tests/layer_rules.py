@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("manifest",),
     ("layout", "storage"),
     ("formats", "plan"),
-    ("engine", "frameworks", "verify", "observe"),
+    ("engine", "frameworks", "checks", "compare"),
     ("api",),
     ("cli",),
     ("__init__", "__main__"),

@@ -121,8 +121,8 @@ def test_heavy_import_is_seen() -> None:
             id="sibling-relative",
         ),
         pytest.param(
-            {"verify/compare": "import importlib\nimportlib.import_module('ckpt_tool.engine.local')"},
-            ["imports engine, a sibling of verify"],
+            {"compare/tiles": "import importlib\nimportlib.import_module('ckpt_tool.engine.local')"},
+            ["imports engine, a sibling of compare"],
             id="sibling-by-name",
         ),
         pytest.param(

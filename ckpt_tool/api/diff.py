@@ -16,6 +16,10 @@ from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_chec
 from ckpt_tool.api.neighbours import NeighbourFinder
 from ckpt_tool.api.pairing import Pairing, is_noise, name_map, pair_tensors
 from ckpt_tool.api.template import is_template, open_template
+from ckpt_tool.compare.confirm import Confirmer, Place
+from ckpt_tool.compare.reasons import Reason, explain, is_cast
+from ckpt_tool.compare.report import STATUSES, DiffReport, Measures, ObjectDiff, Side, TensorDiff
+from ckpt_tool.compare.tiles import ComparedPair, Pair, compare_tiles, cut_pairs
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.elements import bit_dtype
 from ckpt_tool.engine.tile_reader import TileReader
@@ -24,10 +28,6 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.plan.build import PlanLimits, plan_reads
-from ckpt_tool.verify.compare import ComparedPair, Pair, compare_tiles, cut_pairs
-from ckpt_tool.verify.confirm import Confirmer, Place
-from ckpt_tool.verify.diff_report import STATUSES, DiffReport, Measures, ObjectDiff, Side, TensorDiff
-from ckpt_tool.verify.reasons import Reason, explain, is_cast
 
 __all__ = ["DiffReport", "diff"]
 

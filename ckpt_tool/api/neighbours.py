@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from ckpt_tool.compare.confirm import Confirmer, Place
+from ckpt_tool.compare.differences import same_bits
+from ckpt_tool.compare.reasons import Reason
+from ckpt_tool.compare.tiles import ComparedPair, Pair
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.verify.compare import ComparedPair, Pair
-from ckpt_tool.verify.confirm import Confirmer, Place
-from ckpt_tool.verify.differences import same_bits
-from ckpt_tool.verify.reasons import Reason
 
 __all__ = ["NeighbourFinder"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tool.api.names import module_names
+from ckpt_tool.compare.tiles import Pair
 from ckpt_tool.errors import UsageError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.verify.compare import Pair
 
 __all__ = ["NameMap", "Pairing", "is_noise", "name_map", "pair_tensors"]
 

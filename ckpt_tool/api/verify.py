@@ -9,17 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
+from ckpt_tool.checks.extents import measure
+from ckpt_tool.checks.payload import check_content, check_headers
+from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
+from ckpt_tool.checks.structure import structure_findings
+from ckpt_tool.checks.tolerant import read_tolerantly
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.verify.extents import measure
-from ckpt_tool.verify.payload import check_content, check_headers
-from ckpt_tool.verify.report import LEVELS, VerifyReport, sort_findings
-from ckpt_tool.verify.structure import structure_findings
-from ckpt_tool.verify.tolerant import read_tolerantly
 
 __all__ = ["VerifyReport", "verify"]
 

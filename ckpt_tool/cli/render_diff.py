@@ -11,7 +11,7 @@ from ckpt_tool.cli.text import Cell, Line, Span, columns, line, width_of, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.verify.diff_report import DiffGroup, DiffReport, Measures, ObjectDiff, Side, TensorDiff
+    from ckpt_tool.compare.report import DiffGroup, DiffReport, Measures, ObjectDiff, Side, TensorDiff
 
 __all__ = ["report_lines"]
 

@@ -9,8 +9,8 @@ from ckpt_tool.cli.text import Cell, Line, Span, line, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from ckpt_tool.checks.report import FindingGroup, VerifyReport
     from ckpt_tool.manifest.finding import Finding
-    from ckpt_tool.verify.report import FindingGroup, VerifyReport
 
 __all__ = ["report_lines"]
 

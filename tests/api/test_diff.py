@@ -11,8 +11,8 @@ import ckpt_tool
 from ckpt_tool.api.diff import diff
 from ckpt_tool.api.export import export
 from ckpt_tool.api.reshard import reshard
+from ckpt_tool.compare.report import DiffReport
 from ckpt_tool.errors import CoverageError, NotFound
-from ckpt_tool.verify.diff_report import DiffReport
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FSDP = FIXTURES / "torch/dcp_fsdp2_4r_fp32"

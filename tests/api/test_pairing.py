@@ -8,7 +8,7 @@ from ckpt_tool.api.pairing import is_noise, name_map, pair_tensors
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.model import KeyPath, Manifest, TensorMeta
-from tests.verify.synthetic import make
+from tests.checks.synthetic import make
 
 
 def named(*names: str | KeyPath) -> Manifest:

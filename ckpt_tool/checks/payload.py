@@ -1,0 +1,183 @@
+"""Payload checks look behind the manifest: headers against metadata, the format's own checks, and all bytes.
+
+A part that fails becomes a finding, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt_tool.checks.content import scan_content
+from ckpt_tool.checks.extents import Extents, extent_findings, length_findings, measure
+from ckpt_tool.checks.headers import finding_of, is_resolved, resolve_all, restricted
+from ckpt_tool.checks.moments import families_of, family_members, zero_findings
+from ckpt_tool.checks.replicas import replica_findings
+from ckpt_tool.checks.sharing import sharing_findings
+from ckpt_tool.checks.steps import mixed_steps
+from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.formats.base import Checksum, Reader, Source
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.manifest.tables import FileTable
+from ckpt_tool.storage.store import Store
+
+__all__ = ["Payload", "check_content", "check_headers"]
+
+_MAX_FAULTS = 32
+"""After so many unreadable checksums of parts, parts are no longer searched for the readable ones."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What was found in payload headers or bytes."""
+
+    manifest: Manifest
+    """Chunks whose bytes are there, resolved as far as that worked."""
+    findings: tuple[Finding, ...]
+    stored: Manifest
+    """The resolved chunks as the reader gave them, which is what its ``checksums`` starts from."""
+    checked_nbytes: int = 0
+    covered_nbytes: int = 0
+
+
+def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: Extents, *, store: Store) -> Payload:
+    """Headers of payloads against the metadata, the format's own checks, and the optimizer's steps.
+
+    Cost: that of ``Reader.resolve`` and ``Reader.check``, and a request for each step counter; no other payload.
+    """
+    there = restricted(manifest, extents.has_chunk, extents.has_blob)
+    resolved, findings = resolve_all(reader, source, there)
+    findings += _own_checks(reader, source, resolved)
+    after = measure(resolved, source.listing)
+    if not is_resolved(there).all():  # item ranges were judged before, payload ranges are new
+        findings += extent_findings(resolved, source.listing, after)
+        known = resolved.replace(chunks=resolved.chunks.take(np.flatnonzero(is_resolved(resolved))))
+        findings += length_findings(known)
+        findings += sharing_findings(known, measure(known, source.listing).has_chunk)
+    is_usable = after.has_chunk & is_resolved(resolved)
+    findings += mixed_steps(resolved, is_usable, reader=reader, source=source, store=store)
+    readable = restricted(there, is_resolved(resolved), np.ones(len(there.blobs), dtype=np.bool_))
+    return Payload(resolved, tuple(findings), stored=readable)
+
+
+def _own_checks(reader: Reader, source: Source, manifest: Manifest) -> Iterator[Finding]:
+    try:
+        yield from reader.check(source, manifest)
+    except StorageError:
+        raise
+    except CkptError as error:
+        yield finding_of(error, "check-failed")
+
+
+def check_content(
+    reader: Reader,
+    source: Source,
+    headers: Payload,
+    *,
+    store: Store,
+    memory_budget_bytes: int,
+    n_workers: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Payload:
+    """Recorded checksums, values, zero runs and replicas of what ``check_headers`` resolved, from every payload byte.
+
+    Cost: each byte that a chunk or a checksum covers is read once, and those of replicas once more; memory stays within
+    the budget.
+    """
+    manifest = headers.manifest
+    extents = measure(manifest, source.listing)
+    rows = np.flatnonzero(extents.has_chunk & is_resolved(manifest) & (manifest.chunks.length > 0))
+    checksums, findings = _checksums(reader, source, headers.stored)
+    sizes = dict(zip(manifest.files.paths, extents.file_nbytes.tolist(), strict=True))
+    sizes |= source.listing.sizes
+    checksums = [c for c in checksums if c.where.end <= sizes.get(c.where.path, -1)]
+    families = families_of(manifest)
+    scan = scan_content(
+        manifest,
+        rows,
+        checksums,
+        store=store,
+        wants_zeros=family_members(manifest, families),
+        memory_budget_bytes=memory_budget_bytes,
+        n_workers=n_workers,
+        progress=progress,
+    )
+    findings += scan.findings
+    findings += zero_findings(manifest, families, scan.zeros)
+    differing, compared_nbytes = replica_findings(
+        manifest, rows, store=store, memory_budget_bytes=memory_budget_bytes, n_workers=n_workers
+    )
+    findings += differing
+    findings += _uncovered(manifest, checksums)
+    return Payload(
+        manifest,
+        tuple(findings),
+        headers.stored,
+        checked_nbytes=scan.checked_nbytes + compared_nbytes,
+        covered_nbytes=scan.covered_nbytes,
+    )
+
+
+def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Finding]:
+    """Files of which no byte has a recorded checksum."""
+    covered = {checksum.where.path for checksum in checksums}
+    used = np.unique(manifest.chunks.file).tolist()
+    bare = [manifest.files.paths[row] for row in used if manifest.files.paths[row] not in covered]
+    if bare:
+        said = (
+            f"not covered: {len(bare):,} of {len(used):,} files record no checksum, so flipped bits in them go unseen"
+        )
+        yield Finding("not-covered", Severity.INFO, said)
+
+
+def _checksums(reader: Reader, source: Source, manifest: Manifest) -> tuple[list[Checksum], list[Finding]]:
+    """All recorded checksums; where a file's cannot be read, those of the others, and a finding."""
+    try:
+        return list(reader.checksums(source, manifest)), []
+    except StorageError:
+        raise
+    except CkptError:
+        pass
+    found: dict[FileRange, Checksum] = {}
+    findings: list[Finding] = []
+    pending = [_of_file(manifest, number) for number in range(len(manifest.files))][::-1]
+    while pending:
+        part = pending.pop()
+        try:
+            found.update({checksum.where: checksum for checksum in reader.checksums(source, part)})
+        except StorageError:
+            raise
+        except CkptError as error:
+            halves = _halves(part)
+            if halves and len(findings) < _MAX_FAULTS:
+                pending += halves[::-1]
+            else:
+                fqn = part.tensors.fqns[int(part.chunks.tensor[0])] if len(part.chunks) else None
+                place = FileRange(part.files.paths[0], 0, 0)
+                told = finding_of(error, "checksum-unreadable", fqn)
+                findings.append(Finding(told.kind, told.severity, told.message, fqn, place))
+    return list(found.values()), findings
+
+
+def _of_file(manifest: Manifest, number: int) -> Manifest:
+    """What lies in one file."""
+    entry = manifest.files.entries[number]
+    rows = np.flatnonzero(manifest.chunks.file == number)
+    chunks = manifest.chunks.take(rows).replace(file=np.zeros(len(rows), dtype=np.int32))
+    blobs = tuple(blob for blob in manifest.blobs if blob.where is not None and blob.where.path == entry.path)
+    return manifest.replace(chunks=chunks, files=FileTable((entry,)), blobs=blobs)
+
+
+def _halves(part: Manifest) -> list[Manifest]:
+    """Chunks and objects of one file in two parts; nothing when there is but one left."""
+    n_chunks, n_blobs = len(part.chunks), len(part.blobs)
+    if n_chunks + n_blobs < 2:
+        return []
+    middle, blob_middle = (n_chunks + 1) // 2, n_blobs // 2
+    return [
+        part.replace(chunks=part.chunks.take(np.arange(middle)), blobs=part.blobs[:blob_middle]),
+        part.replace(chunks=part.chunks.take(np.arange(middle, n_chunks)), blobs=part.blobs[blob_middle:]),
+    ]

@@ -1,0 +1,75 @@
+"""Steps are the counters that optimizers keep per parameter; read here, because a torn save leaves them mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ckpt_tool.checks.optimizer import step_findings
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.base import Reader, Source
+from ckpt_tool.geometry.columns import BoolArray
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.manifest.optimizer import optimizer_views
+from ckpt_tool.storage.store import Store
+
+__all__ = ["MAX_STEPS_READ", "mixed_steps"]
+
+MAX_STEPS_READ = 4096
+"""More counters than this cost more requests than the answer is worth."""
+
+
+def mixed_steps(
+    manifest: Manifest, has_chunk: BoolArray, *, reader: Reader, source: Source, store: Store
+) -> Iterator[Finding]:
+    """Whether each optimizer's parameters are at one step.
+
+    Cost: one request of a few bytes for each counter that is a tensor, and what ``load_blobs`` costs for each that is
+    an object; nothing is read when there are more than ``MAX_STEPS_READ``.
+    """
+    views = [view for view in optimizer_views(manifest) if any("step" in s for s in view.parameters.values())]
+    wanted = {states["step"] for view in views for states in view.parameters.values() if "step" in states}
+    if len(wanted) > MAX_STEPS_READ:
+        return
+    values = _tensor_steps(manifest, wanted, has_chunk, store) | _object_steps(manifest, wanted, reader, source)
+    for view in views:
+        steps: dict[str, float] = {}
+        for key, states in view.parameters.items():
+            value = values.get(states.get("step", ""))
+            if value is not None:
+                steps[str(view.names.get(key, key)) if isinstance(key, int) else key] = value
+        yield from step_findings(view.prefix or "the optimizer", steps)
+
+
+def _tensor_steps(manifest: Manifest, wanted: set[str], has_chunk: BoolArray, store: Store) -> dict[str, float]:
+    chunks, tensors = manifest.chunks, manifest.tensors
+    rows: dict[str, int] = {}
+    for fqn in wanted & tensors.index.keys():
+        tensor = tensors.index[fqn]
+        found = [row for row in chunks.rows_of(tensor).tolist() if has_chunk[row] and not chunks.flags[row]]
+        is_number = tensors.dtypes[tensor].kind in {"float", "int", "uint"} and tensors.dtypes[tensor].numpy is not None
+        if tensors.numel[tensor] == 1 and found and is_number:
+            rows[fqn] = found[0]
+    ranges = [
+        FileRange(manifest.files.paths[chunks.file[row]], int(chunks.offset[row]), int(chunks.length[row]))
+        for row in rows.values()
+    ]
+    values: dict[str, float] = {}
+    for (fqn, row), data in zip(rows.items(), store.fetch(ranges) if ranges else (), strict=True):
+        dtype = tensors.dtypes[chunks.tensor[row]].as_numpy()
+        if len(data) == dtype.itemsize:
+            values[fqn] = float(np.frombuffer(data, dtype=dtype)[0])
+    return values
+
+
+def _object_steps(manifest: Manifest, wanted: set[str], reader: Reader, source: Source) -> dict[str, float]:
+    rows = [number for number, blob in enumerate(manifest.blobs) if blob.fqn in wanted]
+    try:
+        blobs = reader.load_blobs(source, manifest, rows) if rows else ()
+    except CkptError:  # an object that cannot be read is the reader's own finding
+        return {}
+    found: Mapping[str, Any] = {blobs[number].fqn: blobs[number].value for number in rows}
+    return {fqn: float(v) for fqn, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -1,0 +1,60 @@
+"""A stray is a file beside the checkpoint's own that nothing refers to. Knows names and sizes; reads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tool.checks.extents import some_names
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.storage.store import Listing
+
+__all__ = ["stray_findings"]
+
+# What savers and downloaders leave behind when they are interrupted.
+_UNFINISHED_SUFFIXES = (".tmp", ".temp", ".incomplete", ".partial", ".part", ".crdownload", ".aria2")
+# Files that describe a checkpoint without being part of its data.
+_COMPANION_SUFFIXES = (
+    ".metadata", ".json", ".jsonl", ".md", ".txt", ".model", ".jinja", ".py", ".yaml", ".yml", ".toml", ".lock", ".log",
+    ".gitattributes", ".gitignore", ".spm", ".tiktoken", ".done", ".complete",
+)  # fmt: skip
+
+
+def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
+    """Files that neither a tensor nor an object lies in: leftovers, look-alikes of the checkpoint's files, the rest.
+
+    Where the user named a single file, only that one is looked at.
+    """
+    used = {entry.path if entry.part is None else entry.part.path for entry in manifest.files}
+    used |= {blob.where.path for blob in manifest.blobs if blob.where is not None}
+    kinds = {(_folder(path), _suffix(path)) for path in used if _suffix(path) not in _COMPANION_SUFFIXES}
+    others: list[str] = []
+    for path in listing.paths:
+        if path in used:
+            continue
+        nbytes = listing.sizes[path]
+        place = FileRange(path, 0, nbytes)
+        if path.endswith(_UNFINISHED_SUFFIXES):
+            said = f"{path} ({nbytes:,} bytes) is what an interrupted save or download leaves"
+            yield Finding("unfinished-file", Severity.WARNING, said, where=place)
+        elif (_folder(path), _suffix(path)) not in kinds:
+            if not path.endswith(_COMPANION_SUFFIXES):
+                others.append(path)
+        elif nbytes == 0:
+            said = f"{path} is empty and nothing refers to it: its writer had nothing to save, or what it saved is lost"
+            yield Finding("empty-file", Severity.WARNING, said, where=place)
+        else:
+            said = f"{path} ({nbytes:,} bytes) looks like one of the checkpoint's files, but nothing refers to it"
+            yield Finding("stray-file", Severity.WARNING, said, where=place)
+    if others:
+        said = f"{len(others):,} other files hold nothing of this checkpoint: {some_names(others)}"
+        yield Finding("other-files", Severity.INFO, said)
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _suffix(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return f".{name.rpartition('.')[2]}" if "." in name else ""
