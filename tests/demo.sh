@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-fixture=fixtures/torch/dcp_fsdp2_4r_fp32
+fixture=fixtures/deepspeed/accelerate_fsdp2
 source=$fixture/ckpt
 out=build/demo
 

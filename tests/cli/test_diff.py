@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 
 from ckpt_tool.cli.app import main
 from ckpt_tool.cli.render_diff import report_lines
+from ckpt_tool.compare.reasons import Reason
+from ckpt_tool.compare.report import DiffReport, Measures, ObjectDiff, Side, TensorDiff
 from ckpt_tool.errors import UsageError
-from ckpt_tool.verify.diff_report import DiffReport, Measures, ObjectDiff, Side, TensorDiff
-from ckpt_tool.verify.reasons import Reason
 from tests.cli.synthetic import text
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
