@@ -1,7 +1,8 @@
 """The files of a checkpoint: which item of which rank each one holds, as metadata records it or else by its name.
 
 Without an entry in ``metadata.pkl`` an item's files are ``<item>_<rank>.pt``, or at any path that the writer's program
-chose; then the suffix tells what they are, and the name the item: what stands before the rank, without folders.
+chose; then the suffix tells what they are, and the name the item: what stands before the rank, without folders. What
+belongs to an item that can be resharded and cannot be itself is in ``<item>_values`` where it was written here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from ckpt_tool.formats.torch_checkpointing.items import VALUES
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, SERIALIZATIONS, Saved
 from ckpt_tool.storage.store import Listing
 
@@ -67,13 +69,13 @@ def find_files(listing: Listing, saved: Saved | None) -> FileSet:
     """Recorded files first, then what else is there; hidden files are left alone."""
     found = FileSet()
     taken = {METADATA_NAME}
-    names: set[tuple[str, int | None]] = set()
+    names: set[tuple[str, int | None, str]] = set()
     for item, recorded in (saved.items if saved else {}).items():
         holders = {rank for groups in recorded.groups.values() for group in groups for rank in group.ranks}
         for rank, layout in sorted(recorded.layouts.items()):
             taken.add(layout.path)
-            names.add((item, rank))
             if layout.path in listing:
+                names.add((item, rank, layout.serialization))
                 found.files.append(StoredFile(layout.path, item, rank, layout.serialization, is_recorded=True))
             elif rank in holders:
                 found.missing.append(layout.path)
@@ -91,9 +93,12 @@ def find_files(listing: Listing, saved: Saved | None) -> FileSet:
             found.left_out.append(path)
         else:
             item = match[1] if match else stem or suffix
-            if (item, named_rank) in names:
+            if saved is not None and item.removesuffix(VALUES) in saved.items:
+                item = item.removesuffix(VALUES)
+            key = (item, named_rank, serialization)
+            if key in names:
                 item = path
-            names.add((item, named_rank))
+            names.add(key)
             others.append(StoredFile(path, item, named_rank, serialization, is_recorded=False))
     found.files += sorted(others, key=lambda file: (file.item, -1 if file.rank is None else file.rank, file.path))
     return found
