@@ -1,8 +1,8 @@
 """Where the checkpoints of these tests lie, and what must come out of them.
 
-``fixtures/megatron/checkpoints.tar.xz`` holds nine, written by real Megatron: they share most of their bytes, so that
-one archive of them is smaller than any two. The folder ``megatron`` below ``$CKPT_EXTRA_FIXTURES``, where there is one,
-adds others: ``<name>/ckpt`` with ``<name>/truth.safetensors``.
+``fixtures/megatron/checkpoints.tar.xz`` holds all, written by real Megatron: they share most of their bytes, which the
+archive stores once. The folder ``megatron`` below ``$CKPT_EXTRA_FIXTURES``, where there is one, adds others:
+``<name>/ckpt`` with ``<name>/truth.safetensors``.
 """
 
 from __future__ import annotations
@@ -64,6 +64,30 @@ def expert_shapes(n_layers: int, vocab: int, n_experts: int) -> dict[str, tuple[
         shapes[key.replace(".mlp.", ".mlp.experts.experts.")] = (n_layers, n_experts, rows, columns)
     shapes["decoder.layers.mlp.router.weight"] = (n_layers, n_experts, 32)
     return shapes
+
+
+def by_layer(truth: Callable[[], dict[str, Truth]]) -> Callable[[], dict[str, Truth]]:
+    """The same values where layers are not stacked, and gate and up are tensors of their own (``_w`` and ``_v``)."""
+
+    def made() -> dict[str, Truth]:
+        found = {}
+        for fqn, one in truth().items():
+            if ".layers." not in fqn:
+                found[fqn] = one
+                continue
+            n_layers, *shape = one.shape
+            nbytes = len(one.data) // n_layers
+            for layer in range(n_layers):
+                name = fqn.replace(".layers.", f".layers.{layer}.")
+                data = one.data[layer * nbytes : (layer + 1) * nbytes]
+                if not name.endswith("linear_fc1.weight"):
+                    found[name] = Truth(one.dtype, tuple(shape), data)
+                    continue
+                for suffix, half in (("_w", data[: nbytes // 2]), ("_v", data[nbytes // 2 :])):
+                    found[name + suffix] = Truth(one.dtype, (shape[0] // 2, *shape[1:]), half)
+        return found
+
+    return made
 
 
 def truth_from_seed(shapes: dict[str, tuple[int, ...]]) -> Callable[[], dict[str, Truth]]:

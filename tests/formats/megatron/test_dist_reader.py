@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
-from tests.formats.conformance import Case, ReaderTests, all_rows, assemble, source_of, stored_bytes
+from tests.formats.conformance import Case, ReaderTests, Truth, all_rows, assemble, source_of, stored_bytes
 from tests.formats.dcp.build import NO_GAP
 from tests.formats.megatron.places import (
     CHECKPOINTS,
+    by_layer,
     dense_shapes,
     expert_shapes,
     extra_folders,
@@ -28,12 +30,19 @@ from tests.formats.megatron.places import (
 )
 
 DENSE = truth_from_seed(dense_shapes(4, 112))
+DENSE_TP1 = truth_from_seed(dense_shapes(4, 104))
+EXPERTS = truth_from_seed(expert_shapes(2, 104, 4))
 COMMON_STEPS = ("optimizer.param_state.*.step", "optimizer.optimizer.state.common_step")
 
 
-def dense_case(name: str, *, max_read_requests: int = 5) -> Case:
+def dense_case(name: str, *, max_read_requests: int = 5, truth: Callable[[], Mapping[str, Truth]] = DENSE) -> Case:
     """A checkpoint of the dense model, by its run's folder."""
-    return Case(name, CHECKPOINTS / name / "ckpt", DENSE, COMMON_STEPS, max_read_requests, max_resolve_requests=8)
+    return Case(name, CHECKPOINTS / name / "ckpt", truth, COMMON_STEPS, max_read_requests, max_resolve_requests=8)
+
+
+def expert_case(name: str, *, max_read_requests: int) -> Case:
+    """A checkpoint of the model with experts."""
+    return Case(name, CHECKPOINTS / name / "ckpt", EXPERTS, COMMON_STEPS, max_read_requests, max_resolve_requests=2)
 
 
 CASES = (
@@ -42,13 +51,14 @@ CASES = (
     dense_case("td_nodist_t2"),
     dense_case("neg_noextra"),
     dense_case("old012_fsms_t2p1d2", max_read_requests=6),
-    Case(
-        "moe_seq_e2",
-        CHECKPOINTS / "moe_seq_e2/ckpt",
-        truth_from_seed(expert_shapes(2, 104, 4)),
-        max_read_requests=5,
-        max_resolve_requests=2,
-    ),
+    dense_case("old012_fsms_t1d3", max_read_requests=6, truth=DENSE_TP1),
+    dense_case("dpr_vpp_p2", truth=DENSE_TP1),
+    dense_case("dpr_uneven_p2", truth=DENSE_TP1),
+    dense_case("td_dpzero_t2p2", max_read_requests=9),
+    dense_case("td_full_t4p1", truth=by_layer(truth_from_seed(dense_shapes(4, 128)))),
+    expert_case("moe_seq_e2", max_read_requests=5),
+    expert_case("moe_dpr_e2", max_read_requests=5),
+    expert_case("td_dpzero_moe_e2", max_read_requests=8),
     Case(
         "one_iteration",
         CHECKPOINTS / "td_dpr_t2p2d2/ckpt/iter_0000010",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
@@ -10,27 +12,33 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.rank_reader import READER
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore
-from tests.formats.conformance import Case, ReaderTests, source_of, stored_bytes
-from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, extra_folders, extra_truth, truth_from_seed
+from tests.formats.conformance import Case, ReaderTests, Truth, source_of, stored_bytes
+from tests.formats.megatron.places import (
+    CHECKPOINTS,
+    dense_shapes,
+    expert_shapes,
+    extra_folders,
+    extra_truth,
+    truth_from_seed,
+)
 
-RANDOM_STATES = ("rng_state.*",)
+RANDOM_STATES = ("rng_state.*", "optimizer.optimizer.state.common_step")
+DENSE = truth_from_seed(dense_shapes(4, 112))
+DENSE_TP1 = truth_from_seed(dense_shapes(4, 104))
+EXPERTS = truth_from_seed(expert_shapes(2, 104, 4))
+
+
+def case(name: str, truth: Callable[[], Mapping[str, Truth]], *, n_files: int) -> Case:
+    """A checkpoint of ``n_files`` files: three requests for each and one for the tracker."""
+    return Case(name, CHECKPOINTS / name / "ckpt", truth, RANDOM_STATES, 3 * n_files + 1, max_resolve_requests=16)
+
+
 CASES = (
-    Case(
-        "legacy_t2p2",
-        CHECKPOINTS / "legacy_t2p2/ckpt",
-        truth_from_seed(dense_shapes(4, 112)),
-        RANDOM_STATES,
-        max_read_requests=25,
-        max_resolve_requests=12,
-    ),
-    Case(
-        "legacy_vpp_p2v2",
-        CHECKPOINTS / "legacy_vpp_p2v2/ckpt",
-        truth_from_seed(dense_shapes(4, 104)),
-        RANDOM_STATES,
-        max_read_requests=13,
-        max_resolve_requests=8,
-    ),
+    case("legacy_t2p2", DENSE, n_files=8),
+    case("legacy_vpp_p2v2", DENSE_TP1, n_files=4),
+    case("legacy_uneven_p2", DENSE_TP1, n_files=4),
+    case("legacy_moe_e2", EXPERTS, n_files=4),
+    case("legacy_nodist_t2", DENSE, n_files=2),
     *(
         Case(folder.name, folder / "ckpt", extra_truth(folder), RANDOM_STATES, max_read_requests=200)
         for folder in extra_folders("ckpt/iter_*/mp_rank_*/model_optim_rng.pt")
