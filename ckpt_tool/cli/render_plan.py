@@ -92,12 +92,16 @@ def cast_lines(casts: Iterable[tuple[str, str, str]], reports: Iterable[CastRepo
         found = effects.get((source, target))
         if found:
             n_changed = sum(report.n_changed for report in found)
+            lost = [report for report in found if report.n_overflowed]
             worst = max(found, key=lambda report: report.max_abs_error)
             text += (
                 f"; {counted(n_changed, 'value')} changed, by {worst.max_abs_error:.3g} at most (in {worst.fqn})"
                 if n_changed
                 else "; no value changed"
             )
+            if lost:
+                n_lost, names = sum(report.n_overflowed for report in lost), _some([report.fqn for report in lost])
+                text += f"; {counted(n_lost, 'value')} too large for {target}, no longer finite (in {names})"
         lines += wrap(text, width, line(Span("cast: ", "yellow")), "  ")
     return lines
 

@@ -28,6 +28,23 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class CastEffect:
+    """What a cast did to some values."""
+
+    n_changed: int = 0
+    max_abs_error: float = 0.0
+    n_overflowed: int = 0
+
+    def merged(self, other: CastEffect) -> CastEffect:
+        """The effect on both."""
+        return CastEffect(
+            self.n_changed + other.n_changed,
+            max(self.max_abs_error, other.max_abs_error),
+            self.n_overflowed + other.n_overflowed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CastReport:
     """What a cast did to the values of one tensor."""
 
@@ -37,7 +54,9 @@ class CastReport:
     n_changed: int
     """Elements whose value is not the same after the cast."""
     max_abs_error: float
-    """Largest difference among finite values."""
+    """Largest difference among values that stayed finite."""
+    n_overflowed: int
+    """Finite values that became infinite or NaN, for the type cannot hold them; counted as changed too."""
 
 
 @dataclass(frozen=True, slots=True)

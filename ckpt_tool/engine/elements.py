@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
+from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.manifest.tables import ChunkFlag
 
 __all__ = ["apply_flags", "bit_dtype", "count_changes"]
@@ -42,14 +43,18 @@ def apply_flags(elements: npt.NDArray[Any], dtype: DType, flags: int) -> None:
         parts[1::2] ^= sign
 
 
-def count_changes(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> tuple[int, float]:
-    """How many values a cast changed, and the largest absolute error among finite values. NaN stays NaN."""
+def count_changes(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> CastEffect:
+    """How many values a cast changed, the largest absolute error among finite values, and how many left these.
+
+    NaN stays NaN.
+    """
     wide = np.complex128 if before.dtype.kind == "c" else np.float64
     exact, cast = before.astype(wide), after.astype(wide)
     changed = (exact != cast) & ~(np.isnan(exact) & np.isnan(cast))
     n_changed = int(np.count_nonzero(changed))
     if not n_changed:
-        return 0, 0.0
-    difference = np.abs(exact[changed] - cast[changed])
-    finite = difference[np.isfinite(difference)]
-    return n_changed, float(finite.max(initial=0.0))
+        return CastEffect()
+    exact, cast = exact[changed], cast[changed]
+    is_finite = np.isfinite(exact) & np.isfinite(cast)
+    worst = np.abs(exact[is_finite] - cast[is_finite]).max(initial=0.0)
+    return CastEffect(n_changed, float(worst), int(np.count_nonzero(np.isfinite(exact) & ~np.isfinite(cast))))

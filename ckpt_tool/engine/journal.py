@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.errors import UsageError
 
 __all__ = ["Journal", "UnitRecord"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class UnitRecord:
     unit: int
     crc32: tuple[tuple[int, int], ...]
     """(row of the plan's writes, CRC-32 of its bytes)."""
-    casts: tuple[tuple[str, int, float], ...]
-    """(fqn, changed elements, largest error)."""
+    casts: tuple[tuple[str, CastEffect], ...]
+    """By fqn, what the cast did to the elements of the unit."""
 
 
 class Journal:
@@ -58,7 +59,9 @@ class Journal:
                     )
                 continue
             records[row["unit"]] = UnitRecord(
-                row["unit"], tuple((r, c) for r, c in row["crc32"]), tuple((f, n, e) for f, n, e in row["casts"])
+                row["unit"],
+                tuple((r, c) for r, c in row["crc32"]),
+                tuple((fqn, CastEffect(*effect)) for fqn, *effect in row["casts"]),
             )
         return records
 
@@ -69,7 +72,7 @@ class Journal:
             if is_new:
                 file.write(json.dumps({"version": _VERSION, "plan": self._fingerprint}) + "\n")
             for record in records:
-                row = {"unit": record.unit, "crc32": record.crc32, "casts": record.casts}
+                row = {"unit": record.unit, "crc32": record.crc32, "casts": [(f, *astuple(c)) for f, c in record.casts]}
                 file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

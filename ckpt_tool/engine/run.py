@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32_combine
-from ckpt_tool.engine.base import CastReport, EngineOptions, Progress, RunReport
+from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progress, RunReport
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.pool import run_units
 from ckpt_tool.engine.sinks import OrderedSink, RandomSink
@@ -150,9 +151,10 @@ def _chunk_crc32s(plan: Plan, done: dict[int, UnitRecord]) -> npt.NDArray[np.uin
 
 
 def _cast_reports(plan: Plan, done: dict[int, UnitRecord]) -> tuple[CastReport, ...]:
-    merged: dict[str, tuple[int, float]] = {}
+    merged: dict[str, CastEffect] = {}
     for record in done.values():
-        for fqn, n_changed, error in record.casts:
-            total, worst = merged.get(fqn, (0, 0.0))
-            merged[fqn] = (total + n_changed, max(worst, error))
-    return tuple(CastReport(c.fqn, c.source.name, c.target.name, *merged.get(c.fqn, (0, 0.0))) for c in plan.casts)
+        for fqn, effect in record.casts:
+            merged[fqn] = merged.get(fqn, CastEffect()).merged(effect)
+    return tuple(
+        CastReport(c.fqn, c.source.name, c.target.name, *astuple(merged.get(c.fqn, CastEffect()))) for c in plan.casts
+    )

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32
+from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.engine.elements import count_changes
 from ckpt_tool.engine.journal import UnitRecord
 from ckpt_tool.engine.tile_reader import Buffer, TileReader, piece_slices
@@ -45,12 +46,12 @@ class Worker:
         """Execute all tiles of a unit in order; ``progress`` gets the bytes written by each tile."""
         first, last = self._plan.tiles.unit_bounds[unit : unit + 2].tolist()
         crcs: list[tuple[int, int]] = []
-        casts: dict[str, tuple[int, float]] = {}
+        casts: dict[str, CastEffect] = {}
         for tile in range(first, last):
             progress(self._run_tile(tile, crcs, casts))
-        return UnitRecord(unit, tuple(crcs), tuple((fqn, n, error) for fqn, (n, error) in casts.items()))
+        return UnitRecord(unit, tuple(crcs), tuple(casts.items()))
 
-    def _run_tile(self, tile: int, crcs: list[tuple[int, int]], casts: dict[str, tuple[int, float]]) -> int:
+    def _run_tile(self, tile: int, crcs: list[tuple[int, int]], casts: dict[str, CastEffect]) -> int:
         writes = self._plan.writes
         elements = self._reader.read(tile)
         buffer = elements.reshape(-1).view(np.uint8)
@@ -64,7 +65,7 @@ class Worker:
         return written
 
     def _packed_piece(
-        self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any], casts: dict[str, tuple[int, float]]
+        self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any], casts: dict[str, CastEffect]
     ) -> memoryview:
         """The bytes of one target piece, packed; valid until the next call."""
         plan, writes = self._plan, self._plan.writes
@@ -86,8 +87,7 @@ class Worker:
         result = packed.view(after.as_numpy()).reshape(writes.sizes[row])
         with np.errstate(over="ignore", invalid="ignore"):
             result[...] = values.astype(after.as_numpy())
-            n_changed, error = count_changes(values, result)
+            effect = count_changes(values, result)
         fqn = plan.target.tensors.fqns[target]
-        total, worst = casts.get(fqn, (0, 0.0))
-        casts[fqn] = (total + n_changed, max(worst, error))
+        casts[fqn] = casts.get(fqn, CastEffect()).merged(effect)
         return packed.data

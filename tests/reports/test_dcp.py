@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -223,6 +224,34 @@ def test_r13_casts_are_asked_for_and_reported(ckpt: Ckpt, tmp_path: Path) -> Non
     done = ckpt("reshard", source, tmp_path / "cast", "--dp", "2", "--dtype", "bf16")
     assert "cast: 1 tensor from float32 to bfloat16: w; 1 value changed, by 9.54e-07 at most (in w)" in done.text
     assert as_bytes(tmp_path / "cast")["w"][0] == "bfloat16"
+
+
+def test_r13_values_too_large_for_the_type(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R13: values that a narrower type cannot hold are counted apart, with the tensors that they are in."""
+    w = torch.tensor([1.0, 1e6, -1e9, torch.inf, torch.nan])
+    source = dcp(tmp_path / "source", lambda made: made.tensor("w", (5,), [(0, (0,), w)]))
+    done = ckpt("export", source, tmp_path / "out", "--dtype", "fp16")
+    assert "2 values too large for float16, no longer finite (in w)" in done.text
+    (cast,) = ckpt("export", source, tmp_path / "out", "--dtype", "fp16", "--overwrite", "--json").json["report"][
+        "casts"
+    ]
+    assert (cast["n_changed"], cast["n_overflowed"]) == (2, 2)
+
+
+def test_r14_r23_what_differs(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R14, R23: two checkpoints are compared with a list of missing, unexpected, reshaped and changed tensors."""
+    one = {"w": torch.arange(10.0), "gone": torch.ones(2), "nan": torch.tensor([torch.nan]), "s": torch.ones(2, 3)}
+    two = {"w": one["w"].clone(), "new": torch.ones(2), "nan": one["nan"].clone(), "s": torch.ones(2, 4)}
+    two["w"][7] = 9
+    torch.save(one, tmp_path / "one.pt")
+    save_file(two, tmp_path / "two.safetensors")
+    found = ckpt("diff", tmp_path / "one.pt", tmp_path / "two.safetensors", "--json")
+    assert found.status == 1
+    rows = {row["fqn"]: row for row in found.json["tensors"]}
+    statuses = {fqn: row["status"] for fqn, row in rows.items() if row["status"] != "same"}
+    assert statuses == {"gone": "only-a", "new": "only-b", "s": "shape", "w": "differs"}
+    assert (rows["w"]["max_abs"], rows["w"]["first"]["index"]) == (2.0, [7])
+    assert ckpt("diff", tmp_path / "one.pt", tmp_path / "one.pt").status == 0
 
 
 def test_r14_parts_of_a_checkpoint(ckpt: Ckpt, tmp_path: Path) -> None:
