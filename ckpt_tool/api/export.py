@@ -18,6 +18,7 @@ from ckpt_tool.api.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.names import module_names, renamed, tied_groups
+from ckpt_tool.api.rank_state import by_name
 from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
@@ -95,7 +96,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
     blobs: tuple[Blob, ...] = ()
     if everything and to in _HOLDS_OBJECTS:
-        blobs = checkpoint.load_blobs()
+        blobs = by_name(checkpoint.load_blobs())
     else:
         dropped += [Dropped(blob.fqn, "not a tensor") for blob in checkpoint.manifest.blobs]
     tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt_tool.api.conversion import Dropped
@@ -14,7 +14,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 
-__all__ = ["Carried", "carry_rank_state"]
+__all__ = ["Carried", "by_name", "carry_rank_state"]
 
 # torchtitan: `dataloader.dp_rank_3`; Megatron and others: `rng_state.rank_3`, `rng.rank3`; this tool: `name@rank3`.
 _RANK_STATE = re.compile(
@@ -81,6 +81,26 @@ def carry_rank_state(
         tuple(blob for row, blob in enumerate(blobs) if row not in objects or blob.fqn not in moved),
         tuple(Dropped(fqn, why) for fqn, why in moved.items()),
     )
+
+
+def by_name(blobs: Sequence[Blob]) -> tuple[Blob, ...]:
+    """Objects for a target that has each name once: equal copies become one, others are called ``name@rank3``."""
+    copies: dict[str, list[Blob]] = {}
+    for blob in blobs:
+        copies.setdefault(blob.fqn, []).append(blob)
+    found: list[Blob] = []
+    for same in copies.values():
+        if all(same_value(same[0].value, other.value) for other in same[1:]):
+            found.append(same[0])
+        else:
+            found += [_of_rank(blob, number) for number, blob in enumerate(same)]
+    return tuple(found)
+
+
+def _of_rank(blob: Blob, number: int) -> Blob:
+    mark = f"@rank{number if blob.rank is None else blob.rank}"
+    path = (*blob.path[:-1], f"{blob.path[-1]}{mark}") if blob.path else blob.path
+    return replace(blob, fqn=blob.fqn + mark, path=path)
 
 
 def _is_data(fqn: str) -> bool:

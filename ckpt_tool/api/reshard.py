@@ -19,7 +19,7 @@ from ckpt_tool.api.conversion import (
     default_workers,
     whole_boxes,
 )
-from ckpt_tool.api.rank_state import carry_rank_state
+from ckpt_tool.api.rank_state import by_name, carry_rank_state
 from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
@@ -152,7 +152,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         tensors=tensors,
         boxes=boxes,
         mesh=target_mesh,
-        blobs=carried.blobs,
+        blobs=carried.blobs if writer.per_rank else by_name(carried.blobs),
         dropped=(*selection.dropped, *carried.dropped),
         notes=notes,
         options=WriterOptions(),

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.inspect import inspect
 from ckpt_tool.formats._pickle.nodes import Size
 from tests.formats.dcp.build import Checkpoint
@@ -155,6 +156,18 @@ class TestR8StateOfRanks:
         assert ckpt("reshard", self.source(tmp_path / "source"), tmp_path / "out", *words).status == 0
         shown = ckpt("inspect", tmp_path / "out", "--objects", "--json").json["blobs"]
         assert [blob["fqn"] for blob in shown] == [f"dataloader.dp_rank_{rank}" for rank in range(4)]
+
+    @pytest.mark.parametrize("to", ["dcp", "rank-files", "torch-ranks", "torch-save"])
+    def test_objects_of_ranks_stay_apart(self, ckpt: Ckpt, tmp_path: Path, to: str) -> None:
+        """Objects that differ between ranks are all there, also where names are unique; equal ones are one."""
+        source = rank_files(tmp_path / "source", 2, lambda _: {"w": torch.ones(2)})
+        states = {f"extra_state_world_size_2_rank_{r}.pt": saved({"at": r, "lr": 0.5}) for r in range(2)}
+        put(source, states)
+        command = ["export", "--all"] if to == "torch-save" else ["reshard", "--dp", "2"]
+        assert ckpt(command[0], source, tmp_path / "out", *command[1:], "--to", to).status == 0
+        with open_checkpoint(tmp_path / "out") as checkpoint:
+            found = {(blob.fqn.partition("@")[0], blob.value) for blob in checkpoint.load_blobs()}
+        assert found == {("extra_state.at", 0), ("extra_state.at", 1), ("extra_state.lr", 0.5)}
 
     def test_random_states_of_rank_files(self, ckpt: Ckpt, tmp_path: Path) -> None:
         """Random states that each rank saved in a file of its own are such state too."""
