@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -221,8 +222,12 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
 
 
 def _blob_bytes(checkpoint: Checkpoint, blobs: Sequence[Blob]) -> Mapping[str, bytes]:
-    """Original bytes of objects that are torch zips of their own, so that they are carried over unchanged."""
-    own = [blob for blob in blobs if blob.kind == "torch_save" and blob.where is not None]
+    """Original bytes of objects that are torch zips of their own, so that they are carried over unchanged.
+
+    Objects of one name, as ranks have them, are left to the writer: their bytes have no name each.
+    """
+    times = Counter(blob.fqn for blob in blobs)
+    own = [b for b in blobs if b.kind == "torch_save" and b.where is not None and times[b.fqn] == 1]
     data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
     return {blob.fqn: content for blob, content in zip(own, data, strict=True)}
 

@@ -169,6 +169,21 @@ class TestR8StateOfRanks:
             found = {(blob.fqn.partition("@")[0], blob.value) for blob in checkpoint.load_blobs()}
         assert found == {("extra_state.at", 0), ("extra_state.at", 1), ("extra_state.lr", 0.5)}
 
+    @pytest.mark.parametrize("to", ["dcp", "rank-files", "torch-ranks"])
+    def test_objects_of_ranks_keep_their_values(self, ckpt: Ckpt, tmp_path: Path, to: str) -> None:
+        """Ranks that saved without collectives, each an object of one name: none gets another one's."""
+        for rank in range(2):
+            made = Checkpoint()
+            made.tensor("w", (4,), [(rank, (2 * rank,), torch.full((2,), float(rank)))])
+            made.stored("at", rank, None, None, saved(["position", rank]))
+            files = {name.replace(".metadata", f"__{rank}.metadata"): data for name, data in made.files().items()}
+            put(tmp_path / "source", files)
+        assert ckpt("reshard", tmp_path / "source", tmp_path / "out", "--dp", "2", "--to", to).status == 0
+        with open_checkpoint(tmp_path / "out") as checkpoint:
+            blobs = [(blob.fqn.partition("@rank"), blob) for blob in checkpoint.load_blobs()]
+        ranks = [(int(name[2]) if name[2] else blob.rank, blob.value) for name, blob in blobs]
+        assert sorted(ranks) == [(rank, ["position", rank]) for rank in range(2)]
+
     def test_random_states_of_rank_files(self, ckpt: Ckpt, tmp_path: Path) -> None:
         """Random states that each rank saved in a file of its own are such state too."""
         source = FIXTURES / "torch/verl_4r_bf16/ckpt"
