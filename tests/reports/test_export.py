@@ -170,6 +170,15 @@ class TestR37WrongLevel:
         assert (refused.status, f"one file of a {kind} checkpoint" in refused.err) == (3, True)
         assert f'give the folder: "{folder}"' in refused.err
 
+    @pytest.mark.parametrize(
+        "file",
+        ["hf_sharded/ckpt/model-00002-of-00003.safetensors", "hf_pytorch_bin/ckpt/pytorch_model-00002-of-00003.bin"],
+    )
+    def test_one_of_several_files(self, ckpt: Ckpt, tmp_path: Path, file: str) -> None:
+        """A file that is whole tensors, but not all of them, is exported with a note that says so."""
+        done = ckpt("export", FIXTURES / "torch" / file, tmp_path / "out")
+        assert (done.status, f"{Path(file).name} is one of 3 files" in done.text) == (0, True)
+
     def test_a_typing_error(self, ckpt: Ckpt, run: Path) -> None:
         """What is not there is said to be not there, with what is."""
         refused = ckpt("inspect", run / "checkpoint-30")

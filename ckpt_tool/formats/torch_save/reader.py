@@ -7,6 +7,7 @@ Two entries of one joined name (``{"a.b": ..., "a": {"b": ...}}``) both stay rea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -26,6 +27,7 @@ from ckpt_tool.manifest.tables import ChunkTable, IntArray
 __all__ = ["READER", "TorchSaveReader"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+_NUMBERED = re.compile(r"(?:.*/)?[^/]*-\d+-of-(\d+)\.[a-z]+")  # pytorch_model-00001-of-00003.bin
 _MODEL_NAME = "pytorch_model.bin"
 _OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json")
 _MAX_PROBED = 8
@@ -84,6 +86,9 @@ class TorchSaveReader:
         if found.mesh is not None or found.n_claiming_ranks:
             world_size = max(found.n_claiming_ranks, prod(found.mesh.sizes) if found.mesh is not None else 0)
             found.notes.append(f"one rank's file of {world_size:,}: tensors have only the boxes of that rank")
+        numbered = _NUMBERED.fullmatch(path)
+        if numbered is not None and int(numbered[1]) > 1:
+            found.notes.append(f"{path} is one of {int(numbered[1]):,} files: open the folder for all of them")
         info = {"container": file.kind}
         return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
 
