@@ -51,13 +51,16 @@ class TileReader:
         self.scratch = Buffer()
         """Holds one piece while a tile is read, and nothing between two calls."""
         self._span = Buffer()
+        self.read_nbytes = 0
+        """Bytes read so far, gaps between strided pieces included."""
 
-    def read(self, tile: int) -> npt.NDArray[Any]:
+    def read(self, tile: int, into: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[Any]:
         """The tile's elements as numbers of their width, in its own shape (flat for types narrower than a byte).
 
-        A view of a buffer that the next call overwrites.
+        A view of ``into`` (uint8 of the tile's size) where that is given, else of a buffer that the next call
+        overwrites.
         """
-        buffer = self._tile.take(int(self._tiles.nbytes[tile]))
+        buffer = self._tile.take(int(self._tiles.nbytes[tile])) if into is None else into
         dtype = self._source.tensors.dtypes[int(self._tiles.tensor[tile])]
         elements = buffer.view(bit_dtype(dtype))
         if dtype.bits % 8 == 0:
@@ -76,18 +79,22 @@ class TileReader:
             return
         if reads.is_contiguous[row] and reads.is_packed_in_tile[row] and not flags:
             start = int(reads.tile_offset[row])
-            self._store.read_into(path, int(reads.file_offset[row]), buffer[start : start + length].data)
+            self._fetch(path, int(reads.file_offset[row]), buffer[start : start + length].data)
             return
         packed: npt.NDArray[Any]
         if reads.is_contiguous[row]:
             piece = self.scratch.take(length)
-            self._store.read_into(path, int(reads.file_offset[row]), piece.data)
+            self._fetch(path, int(reads.file_offset[row]), piece.data)
             packed = piece.view(elements.dtype)
         else:
             packed = self._read_strided(row, elements.dtype)
         if flags:
             apply_flags(packed, self._source.tensors.dtypes[int(self._tiles.tensor[reads.tile[row]])], flags)
         elements[piece_slices(self._tiles, reads, row)] = packed.reshape(reads.sizes[row])
+
+    def _fetch(self, path: str, offset: int, buffer: memoryview) -> None:
+        self._store.read_into(path, offset, buffer)
+        self.read_nbytes += buffer.nbytes
 
     def _read_strided(self, row: int, element: np.dtype[Any]) -> npt.NDArray[Any]:
         """The packed elements of a piece that is not one run of its file."""
@@ -106,7 +113,7 @@ class TileReader:
         needed = runs.n_runs * runs.nbytes
         if span <= max(_SPAN_BYTES_ALWAYS_READ, 2 * needed):
             buffer = self._span.take(span)
-            self._store.read_into(path, offset, buffer.data)
+            self._fetch(path, offset, buffer.data)
             steps = tuple(stride * element.itemsize for stride in strides)
             view: npt.NDArray[Any] = np.ndarray(tuple(sizes), element, buffer.data, 0, steps)
             return np.ascontiguousarray(view).reshape(-1)
@@ -124,10 +131,28 @@ class TileReader:
         )  # fmt: skip
         order = np.argsort(read_of_run, kind="stable")
         bounds = np.searchsorted(read_of_run[order], np.arange(len(read_start) + 1)).tolist()
-        within = np.arange(runs.nbytes)
         for read, (start, length) in enumerate(zip(read_start.tolist(), read_length.tolist(), strict=True)):
-            buffer = self._span.take(length)
-            self._store.read_into(path, offset + start, buffer.data)
             rows = order[bounds[read] : bounds[read + 1]]
-            packed[rows] = buffer[(starts[rows] - start)[:, None] + within]
+            if len(rows) == 1 and length == runs.nbytes:
+                self._fetch(path, offset + start, packed[rows[0]].data)
+                continue
+            buffer = self._span.take(length)
+            self._fetch(path, offset + start, buffer.data)
+            _copy_runs(packed, rows, buffer, starts[rows] - start)
         return packed.reshape(-1)
+
+
+def _copy_runs(
+    packed: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], buffer: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]
+) -> None:
+    """Copy the run that begins at byte ``at[i]`` of ``buffer`` to row ``rows[i]`` of ``packed``."""
+    steps, turns = np.diff(at), np.diff(rows)
+    nbytes = packed.shape[1]
+    if (turns == 1).all() and (steps == steps[:1]).all():  # a loop of equal steps: one strided copy
+        step = int(steps[0]) if len(steps) else nbytes
+        first = int(rows[0])
+        view: npt.NDArray[np.uint8] = np.ndarray((len(rows), nbytes), np.uint8, buffer.data, int(at[0]), (step, 1))
+        width = next(w for w in (8, 4, 2, 1) if not (nbytes % w or step % w or int(at[0]) % w))
+        packed[first : first + len(rows)].view(f"u{width}")[...] = view.view(f"u{width}")
+        return
+    packed[rows] = buffer[at[:, None] + np.arange(nbytes)]

@@ -1,0 +1,368 @@
+"""Loading fills the live tensors of a training job from a checkpoint of any format and any layout, in place.
+
+Each rank reads the bytes that its own boxes need, or each byte is read once and carried to the ranks that need it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.load_exchange import Exchange, choose_exchange
+from ckpt_tool.api.load_match import Expected, Match, Problem, SavedValues, match_tensors, unexpected_tensors
+from ckpt_tool.engine.landing import Filler, Landing, box_rows, rank_manifest
+from ckpt_tool.engine.pool import run_units
+from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.manifest.arrow import from_ipc, to_ipc
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.tables import ChunkFlag, IntArray
+from ckpt_tool.plan.build import PlanLimits, make_plan
+from ckpt_tool.plan.model import Plan
+from ckpt_tool.storage.decode import open_files
+from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.store import Store
+
+if TYPE_CHECKING:
+    from ckpt_tool.api.checkpoint import Checkpoint
+    from ckpt_tool.engine.distributed_group import Group
+    from ckpt_tool.frameworks.state import LiveState
+
+__all__ = ["DEFAULT_LOAD_MEMORY_BYTES", "LoadReport", "load"]
+
+DEFAULT_LOAD_MEMORY_BYTES = 64 << 20
+
+_TILE_BYTES = 4 << 20
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one rank's load did."""
+
+    exchange: str
+    """``none`` or ``all-to-all``."""
+    why: str
+    """What decided that."""
+    n_tensors: int
+    n_values: int
+    """Values that are no tensors, set from the checkpoint."""
+    filled_nbytes: int
+    """Bytes of tensors filled on this rank."""
+    read_nbytes: int
+    """Payload that this rank read."""
+    probe_nbytes: int
+    """Read besides, to measure the storage."""
+    sent_nbytes: int
+    received_nbytes: int
+    max_buffer_nbytes: int
+    """Largest sum of exchange buffers."""
+    missing: tuple[str, ...]
+    """Tensors and values of the state that the checkpoint does not have; they kept their values."""
+    unexpected: tuple[str, ...]
+    """Tensors of the checkpoint that no rank's state has."""
+    renamed: tuple[tuple[str, str], ...]
+    """(name in the state, name in the checkpoint) where outer keys or wrappers' prefixes differ."""
+    seconds: float
+    plan_seconds: float
+    """Of these, until the first byte of payload was read."""
+
+
+def load(  # noqa: PLR0913 - the options of a command
+    state: Any,
+    url: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    strict: bool = True,
+    cast: bool = False,
+    exchange: Exchange = "auto",
+    memory_budget_bytes: int = DEFAULT_LOAD_MEMORY_BYTES,
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    n_workers: int | None = None,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Fill ``state`` in place; every rank of the process group calls this with its own state.
+
+    Tensors may be plain (every rank needs them whole), DTensors of any placements, ShardedTensors, or parameters made
+    of these, in memory of any strides; none is replaced, and no full tensor is made. Other values are replaced by those
+    of the same name. Modules stand for their state dicts, other stateful objects get back what they handed out.
+
+    The first rank reads the metadata and shares it. Without torch.distributed, or with one rank, nothing is exchanged.
+
+    Args:
+        state: nested dicts and lists, as ``{"model": model.state_dict(), "optim": ...}``.
+        url: checkpoint of any readable format.
+        process_group: the ranks that take part, None for all.
+        strict: tensors that only one side has are an error. On the checkpoint's side only its sections (model,
+            optimizer, other) of which the state has some tensor count, so that a model loads alone. With
+            ``strict=False`` what is missing keeps its value and what is unexpected is left; the report lists both.
+            Values that are no tensors are never an error.
+        cast: convert element types where they differ, instead of stopping.
+        exchange: ``none``: each rank reads what it needs; ``all-to-all``: each byte is read by one rank and sent to the
+            others that need it; ``auto`` decides by how much is shared and how fast storage and exchange are measured
+            to be.
+        memory_budget_bytes: bound for all buffers of this rank, exchange included.
+        names: what a tensor of the state is called in the checkpoint, where that is another name.
+        n_workers: reading threads of each rank, None for a number that suits the storage.
+        timeout_s: longest wait for the other ranks, at each step.
+
+    Raises:
+        LayoutError: tensors that do not fit, listed once, on every rank.
+        CkptError: any other failure of any rank, on every rank. Tensors are then partly filled.
+    """
+    if exchange not in {"auto", "none", "all-to-all"}:
+        raise UsageError(f"exchange must be auto, none or all-to-all, got {exchange!r}")
+    from ckpt_tool.engine.distributed_group import Group
+
+    loading = _Loading(Group(process_group, timeout_s=timeout_s), os.fspath(url), memory_budget_bytes, n_workers)
+    return loading.run(state, strict=strict, cast=cast, exchange=exchange, names=names)
+
+
+@dataclass(slots=True)
+class _Target:
+    """This rank's side of the join."""
+
+    live: LiveState
+    match: Match
+    landings: list[Landing]
+    rows: IntArray
+    """`box_rows` of the landings."""
+    filled_nbytes: int
+
+
+class _Loading:
+    """One call of ``load`` on one rank."""
+
+    def __init__(self, group: Group, url: str, memory_budget_bytes: int, n_workers: int | None) -> None:
+        self._group = group
+        self._url = url
+        self._memory_budget_bytes = memory_budget_bytes
+        self._n_workers = n_workers
+
+    def run(
+        self,
+        state: Any,
+        *,
+        strict: bool,
+        cast: bool,
+        exchange: Exchange,
+        names: Mapping[str, str] | Callable[[str], str] | None,
+    ) -> LoadReport:
+        started = time.perf_counter()
+        from ckpt_tool.frameworks.state import walk_state
+
+        live = self._together(lambda: walk_state(state))
+        needs_values = bool(self._group.largest([float(bool(live.slots))])[0])
+        checkpoint: list[Checkpoint] = []
+        try:
+            manifest = self._manifest(checkpoint, needs_values=needs_values)
+            target = self._together(lambda: self._target(live, manifest, cast=cast, names=names))
+            everyone = self._group.gather(target.rows)
+            unexpected = self._check(manifest, target, everyone, strict=strict)
+            manifest = self._resolved(manifest, checkpoint, everyone)
+            return self._fill(manifest, target, everyone, unexpected, exchange=exchange, started=started)
+        finally:
+            for each in checkpoint:
+                each.close()
+
+    def _together(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns; a failure on any rank is raised on all."""
+        made, failure = None, None
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            failure = error
+        self._group.agree(failure)
+        return made
+
+    def _manifest(self, opened: list[Checkpoint], *, needs_values: bool) -> Manifest:
+        """The checkpoint's manifest, read by the first rank, which keeps the checkpoint in ``opened``."""
+
+        def read() -> bytes:
+            checkpoint = open_checkpoint(self._url)
+            opened.append(checkpoint)
+            if needs_values:
+                checkpoint.load_blobs()
+            manifest = checkpoint.manifest
+            return b"" if self._group.size == 1 else to_ipc(manifest if needs_values else manifest.replace(blobs=()))
+
+        data = self._group.share(read)
+        return opened[0].manifest if opened else from_ipc(data)
+
+    def _resolved(self, manifest: Manifest, opened: list[Checkpoint], everyone: Sequence[IntArray]) -> Manifest:
+        """The manifest with exact payload positions of all tensors that some rank wants."""
+        wanted = np.zeros(len(manifest.tensors), dtype=bool)
+        for rows in everyone:
+            wanted[rows[:, 0]] = True
+        is_open = (manifest.chunks.flags & ChunkFlag.UNRESOLVED) != 0
+        if not (is_open & wanted[manifest.chunks.tensor]).any():
+            return manifest
+
+        def resolve() -> bytes:
+            found = opened[0].resolve([manifest.tensors.fqns[row] for row in np.flatnonzero(wanted).tolist()])
+            return b"" if self._group.size == 1 else to_ipc(found.replace(blobs=()))
+
+        data = self._group.share(resolve)
+        return opened[0].manifest if opened else from_ipc(data).replace(blobs=manifest.blobs)
+
+    def _target(
+        self, live: LiveState, manifest: Manifest, *, cast: bool, names: Mapping[str, str] | Callable[[str], str] | None
+    ) -> _Target:
+        from ckpt_tool.frameworks.memory import memory_of
+
+        expected = [Expected(leaf.path, leaf.shape, leaf.dtype) for leaf in live.leaves]
+        match = match_tensors(manifest, expected, names=names, cast=cast)
+        bad = {problem.fqn for problem in match.problems}
+        width = manifest.tensors.shape.shape[1]
+        landings: list[Landing] = []
+        boxes, filled = [], 0
+        for leaf, row in zip(live.leaves, match.rows, strict=True):
+            if row < 0 or leaf.fqn in bad:
+                continue
+            for part in leaf.parts:
+                if part.box.volume:
+                    landings.append(Landing(row, part.box, leaf.dtype, memory_of(part.view)))
+                    boxes.append((row, part.box))
+                    filled += leaf.dtype.nbytes(part.box.volume)
+        present = sorted({row for row in match.rows if row >= 0})  # also those of which this rank holds nothing
+        empty = np.zeros((len(present), 1 + 2 * width), dtype=np.int64)
+        empty[:, 0] = present
+        return _Target(live, match, landings, np.concatenate([box_rows(boxes, width), empty]), filled)
+
+    def _check(
+        self, manifest: Manifest, target: _Target, everyone: Sequence[IntArray], *, strict: bool
+    ) -> tuple[str, ...]:
+        """Names that only the checkpoint has; raises when something does not fit on some rank."""
+        used = {int(row) for rows in everyone for row in np.unique(rows[:, 0])}
+        unexpected = unexpected_tensors(manifest, used)
+        own = [problem for problem in target.match.problems if strict or problem.kind != "missing"]
+        problems: dict[Problem, None] = {}
+        if self._group.largest([float(len(own))])[0]:
+            for text in self._group.gather_texts(json.dumps([asdict(each) for each in own[:1000]])):
+                problems |= dict.fromkeys(Problem(**fields) for fields in json.loads(text))
+        if strict:
+            problems |= dict.fromkeys(unexpected)
+        if problems:
+            raise _misfit(self._url, list(problems), manifest)
+        return tuple(problem.fqn for problem in unexpected)
+
+    def _fill(
+        self,
+        manifest: Manifest,
+        target: _Target,
+        everyone: list[IntArray],
+        unexpected: tuple[str, ...],
+        *,
+        exchange: Exchange,
+        started: float,
+    ) -> LoadReport:
+        group = self._group
+        store = self._together(
+            lambda: open_files(open_store(self._url)[0], manifest.files, self._memory_budget_bytes // 4)
+        )
+        try:
+            choice = choose_exchange(exchange, manifest, everyone, store, self._group, self._together)
+            way = choice.exchange
+            if way == "all-to-all" and group.size > 1:
+                moved = self._exchange(manifest, target, everyone, store)
+            else:
+                moved = self._read_own(manifest, target, store)
+        finally:
+            store.close()
+        n_values, missing = self._set_values(manifest, target)
+        missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
+        self._together(lambda: [finish() for finish in target.live.finish])
+        return LoadReport(
+            exchange=way, why=choice.why, n_tensors=sum(row >= 0 for row in target.match.rows), n_values=n_values,
+            filled_nbytes=target.filled_nbytes, read_nbytes=moved.read, probe_nbytes=choice.probe_nbytes,
+            sent_nbytes=moved.sent, received_nbytes=moved.received, max_buffer_nbytes=moved.buffers,
+            missing=tuple(missing), unexpected=unexpected, renamed=target.match.renamed,
+            seconds=time.perf_counter() - started, plan_seconds=moved.begun - started,
+        )  # fmt: skip
+
+    def _read_own(self, manifest: Manifest, target: _Target, store: Store) -> _Moved:
+        """Read what this rank needs, straight into place."""
+        begun = [0.0]
+
+        def read() -> int:
+            rank = self._group.rank
+            limits = PlanLimits(
+                min(_TILE_BYTES, self._memory_budget_bytes // 4), self._memory_budget_bytes // 4, 16 << 20
+            )
+            plan = make_plan(manifest, rank_manifest(manifest, {rank: target.rows}, self._group.size), limits=limits)
+            landings = dict(enumerate(target.landings))
+            begun[0] = time.perf_counter()
+            n_workers = self._n_workers or (store.cost.concurrency if store.cost.max_gap_bytes > 1 << 18 else 1)
+            for _ in run_units(range(plan.tiles.n_units), lambda: Filler(plan, store, landings), n_workers=n_workers):
+                pass
+            return plan.stats.read_nbytes
+
+        read_nbytes: int = self._together(read)
+        return _Moved(begun[0], read_nbytes, 0, 0, 0)
+
+    def _exchange(self, manifest: Manifest, target: _Target, everyone: list[IntArray], store: Store) -> _Moved:
+        """Read this rank's share of what the group needs, and exchange."""
+        from ckpt_tool.engine.distributed_exchange import exchange_tile_bytes, run_exchange, schedule
+
+        group = self._group
+        tile_bytes = exchange_tile_bytes(self._memory_budget_bytes, group.size)
+
+        def prepare() -> tuple[Plan, Any]:
+            limits = PlanLimits(tile_bytes, tile_bytes, 1 << 40)
+            joint = rank_manifest(manifest, dict(enumerate(everyone)), group.size)
+            plan = make_plan(manifest, joint, limits=limits)
+            return plan, schedule(plan, group.size, round_bytes=tile_bytes)
+
+        plan, plan_schedule = self._together(prepare)
+        first = sum(len(rows) for rows in everyone[: group.rank])
+        begun = time.perf_counter()
+        landings = {first + number: landing for number, landing in enumerate(target.landings)}
+        moved = run_exchange(plan, plan_schedule, store, landings, group)
+        return _Moved(begun, moved.read_nbytes, moved.sent_nbytes, moved.received_nbytes, moved.max_buffer_nbytes)
+
+    def _set_values(self, manifest: Manifest, target: _Target) -> tuple[int, list[str]]:
+        """Set what is no tensor; returns how many were set, and the names of those not found."""
+        missing: list[str] = []
+
+        def set_all() -> None:
+            saved = SavedValues(manifest.blobs, self._group.rank)
+            for slot in target.live.slots:
+                found, value = saved.find(slot.path)
+                if found:
+                    slot.set(value)
+                else:
+                    missing.append(slot.fqn)
+
+        self._together(set_all)
+        return len(target.live.slots) - len(missing), missing
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Bytes moved on this rank, and when that began."""
+
+    begun: float
+    read: int
+    sent: int
+    received: int
+    buffers: int
+
+
+def _misfit(url: str, problems: list[Problem], manifest: Manifest) -> LayoutError:
+    """One error for all that does not fit."""
+    counts = {kind: sum(each.kind == kind for each in problems) for kind in ("missing", "unexpected", "shape", "dtype")}
+    summary = ", ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
+    lines = [f"  {each.kind}: {each.fqn}: {each.text}" for each in problems[:_LISTED]]
+    if len(problems) > _LISTED:
+        lines.append(f"  and {len(problems) - _LISTED:,} more")
+    hint = "pass cast=True to convert element types" if counts["dtype"] else None
+    if counts["missing"] or counts["unexpected"]:
+        near = ", ".join(manifest.tensors.fqns[:2])
+        hint = f"the checkpoint's names are like {near}; map them with names=, or pass strict=False"
+    return LayoutError("the state does not fit: " + summary + "\n" + "\n".join(lines), where=url, hint=hint)

@@ -1,0 +1,147 @@
+"""Matching finds what each tensor and value of a live state is called in a checkpoint, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tool.api.names import module_names
+from ckpt_tool.dtypes import DType
+from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
+
+__all__ = ["Expected", "Match", "Problem", "SavedValues", "match_tensors", "unexpected_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One tensor that the state has."""
+
+    path: KeyPath
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def fqn(self) -> str:
+        """Keys joined by dots."""
+        return ".".join(str(key) for key in self.path)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """Something that does not fit."""
+
+    kind: str
+    """``missing``, ``shape``, ``dtype`` or ``unexpected``."""
+    fqn: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Rows of the checkpoint's tensors for those of the state."""
+
+    rows: tuple[int, ...]
+    """One per expected tensor, -1 where the checkpoint has none."""
+    problems: tuple[Problem, ...]
+    renamed: tuple[tuple[str, str], ...]
+    """(name in the state, name in the checkpoint) of pairs that differ by outer keys or wrappers' prefixes."""
+
+
+def match_tensors(
+    manifest: Manifest,
+    expected: Sequence[Expected],
+    *,
+    names: Mapping[str, str] | Callable[[str], str] | None,
+    cast: bool,
+) -> Match:
+    """The checkpoint's row of each expected tensor.
+
+    Looked for by the given names, then by the dotted name, by the keys of the path, and last by the name that the
+    module itself gives, without a trainer's outer key and wrappers' prefixes, where only one tensor has it.
+    """
+    tensors = manifest.tensors
+    paths = tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
+    by_path = {".".join(str(key) for key in path): row for row, path in enumerate(paths)}
+    own_names = module_names(paths)
+    counts = Counter(own_names)
+    by_module = {name: row for row, name in enumerate(own_names) if counts[name] == 1}
+    rows, problems, renamed = [], list[Problem](), []
+    wanted_names = module_names([each.path for each in expected])
+    wanted_counts = Counter(wanted_names)
+    for each, module_name in zip(expected, wanted_names, strict=True):
+        fqn = each.fqn
+        asked = _asked(names, fqn)
+        row = tensors.index.get(asked, by_path.get(asked, -1))
+        if row < 0 and asked == fqn and wanted_counts[module_name] == 1:
+            row = by_module.get(module_name, -1)
+            if row >= 0:
+                renamed.append((fqn, tensors.fqns[row]))
+        rows.append(row)
+        if row < 0:
+            problems.append(Problem("missing", fqn, "not in the checkpoint"))
+            continue
+        if tensors.shape_of(row) != each.shape:
+            found = f"expected {list(each.shape)}, got {list(tensors.shape_of(row))}"
+            problems.append(Problem("shape", fqn, found))
+        dtype = tensors.dtypes[row]
+        if dtype != each.dtype and not (cast and dtype.numpy is not None and each.dtype.numpy is not None):
+            problems.append(Problem("dtype", fqn, f"expected {each.dtype.name}, got {dtype.name}"))
+    return Match(tuple(rows), tuple(problems), tuple(renamed))
+
+
+def _asked(names: Mapping[str, str] | Callable[[str], str] | None, fqn: str) -> str:
+    if names is None:
+        return fqn
+    return names(fqn) if callable(names) else names.get(fqn, fqn)
+
+
+def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
+    """Tensors that no rank's state has, of those sections (model, optimizer, other) that it has tensors of."""
+    tensors = manifest.tensors
+    sections = {int(tensors.section[row]) for row in used}
+    return [
+        Problem("unexpected", tensors.fqns[row], "not in the state")
+        for row in range(len(tensors))
+        if row not in used and int(tensors.section[row]) in sections
+    ]
+
+
+class SavedValues:
+    """The objects of a checkpoint that are no tensors, by name."""
+
+    def __init__(self, blobs: Sequence[Blob], rank: int) -> None:
+        self._by_name: dict[str, Blob] = {}
+        for blob in blobs:
+            if not blob.is_loaded:
+                continue
+            name = ".".join(str(key) for key in (blob.path or (blob.fqn,)))
+            if name not in self._by_name or blob.rank == rank:
+                self._by_name[name] = blob
+
+    def find(self, path: KeyPath) -> tuple[bool, Any]:
+        """``(found, value)``: the object of that name, or the place for it inside an object above.
+
+        Of objects that every rank saved for itself this rank's is taken, and where there is none the first.
+        """
+        keys = [str(key) for key in path]
+        for depth in range(len(keys), 0, -1):
+            blob = self._by_name.get(".".join(keys[:depth]))
+            if blob is not None:
+                return _inside(blob.value, keys[depth:])
+        return False, None
+
+
+def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:
+    for key in keys:
+        if isinstance(value, Mapping):
+            by_text = {str(each): each for each in value}
+            if key not in by_text:
+                return False, None
+            value = value[by_text[key]]
+        elif isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return False, None
+    return True, value

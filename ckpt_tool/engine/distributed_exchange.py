@@ -1,0 +1,233 @@
+"""An exchange lets each byte be read by one rank of a group and carries it to the others that need it.
+
+It is a schedule, the same on every rank because it is a pure function of the plan, and rounds of one all-to-all each,
+bounded in bytes. A rank whose read fails goes on to send, with a mark, so that all ranks leave in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt_tool.engine.distributed_group import Group
+from ckpt_tool.engine.elements import bit_dtype
+from ckpt_tool.engine.landing import Filler, Landing, put_piece
+from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.plan.assign import choose_replicas
+from ckpt_tool.plan.model import Plan
+from ckpt_tool.storage.store import Store
+
+__all__ = ["MIN_TILE_BYTES", "ExchangeReport", "Schedule", "exchange_tile_bytes", "run_exchange", "schedule"]
+
+MIN_TILE_BYTES = 64 << 10
+_MAX_TILE_BYTES = 4 << 20
+_MARK_BYTES = 8
+"""Before the pieces for each rank: zero, or one when the sender's read failed. Eight keep what follows aligned."""
+
+
+def exchange_tile_bytes(memory_budget_bytes: int, world_size: int) -> int:
+    """Size of tiles such that a round, which may carry a tile between each pair of ranks, fits three buffers."""
+    return max(min(memory_budget_bytes // (4 * world_size), _MAX_TILE_BYTES), MIN_TILE_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Who reads which tile, and in which round."""
+
+    reader: IntArray  # int64[n_tiles], rank
+    round: IntArray  # int64[n_tiles]
+    order: IntArray  # int64[n_tiles], tiles by round, then by place in the source's files
+    n_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeReport:
+    """What the exchange moved on this rank."""
+
+    n_rounds: int
+    read_nbytes: int
+    sent_nbytes: int
+    received_nbytes: int
+    max_buffer_nbytes: int
+    """Largest sum of send and receive buffers in any round."""
+
+
+def schedule(plan: Plan, world_size: int, *, round_bytes: int) -> Schedule:
+    """Each tile to one of the ranks that need it, balanced by bytes; tiles of a rank to rounds in file order. Pure.
+
+    Args:
+        plan: its target's files are ranks.
+        world_size: number of ranks.
+        round_bytes: what one rank sends to one other in a round at most, unless one tile is larger.
+    """
+    writes, tiles = plan.writes, plan.tiles
+    pairs = np.unique(writes.tile * world_size + writes.file)
+    tile, rank = np.divmod(pairs, world_size)
+    reader = np.zeros(len(tiles), dtype=np.int64)
+    kept = choose_replicas(tile, rank, tiles.nbytes[tile], world_size)
+    reader[tile[kept]] = rank[kept]
+    first = np.minimum(plan.reads.starts[: len(tiles)], max(len(plan.reads) - 1, 0))
+    place = np.lexsort((plan.reads.file_offset[first], plan.reads.file[first], reader))
+    rounds = np.zeros(len(tiles), dtype=np.int64)
+    bounds = np.searchsorted(reader[place], np.arange(world_size + 1)).tolist()
+    for low, high in pairwise(bounds):
+        end = np.cumsum(tiles.nbytes[place[low:high]])
+        at, number = 0, 0
+        while at < high - low:
+            done = int(end[at - 1]) if at else 0
+            stop = max(int(np.searchsorted(end, done + round_bytes, side="right")), at + 1)
+            rounds[place[low + at : low + stop]] = number
+            at, number = stop, number + 1
+    rank_in_file = np.empty(len(tiles), dtype=np.int64)
+    rank_in_file[place] = np.arange(len(tiles))
+    return Schedule(reader, rounds, np.lexsort((rank_in_file, rounds)), int(rounds.max(initial=-1)) + 1)
+
+
+class _Traffic:
+    """Written pieces that one rank sends, or receives, by round and then by the other rank."""
+
+    def __init__(self, plan: Plan, plan_schedule: Schedule, is_mine: npt.NDArray[np.bool_], other: IntArray) -> None:
+        rows = np.flatnonzero(is_mine)
+        position = np.empty(len(plan_schedule.order), dtype=np.int64)
+        position[plan_schedule.order] = np.arange(len(position))
+        tile = plan.writes.tile[rows]
+        order = np.lexsort((rows, position[tile], other[rows], plan_schedule.round[tile]))
+        self.rows = rows[order]
+        self._round = plan_schedule.round[plan.writes.tile[self.rows]]
+        self._other = other[self.rows]
+        self._length = plan.writes.length[self.rows]
+
+    def of_round(self, number: int, world_size: int, rank: int) -> tuple[list[int], IntArray, IntArray]:
+        """``(bytes per other rank with its mark, rows, byte offset of each row in the round's buffer)``."""
+        low, high = np.searchsorted(self._round, [number, number + 1])
+        other, length = self._other[low:high], self._length[low:high]
+        payload = np.zeros(world_size, dtype=np.int64)
+        np.add.at(payload, other, length)
+        splits = payload + _MARK_BYTES
+        splits[rank] = 0
+        marks_before = other + 1 - (other > rank)
+        offset = np.cumsum(length) - length + marks_before * _MARK_BYTES
+        return splits.tolist(), self.rows[low:high], offset
+
+
+def run_exchange(
+    plan: Plan,
+    plan_schedule: Schedule,
+    store: Store,
+    landings: Mapping[int, Landing],
+    group: Group,
+) -> ExchangeReport:
+    """Fill all landings of this rank; every rank of the group calls this with the same plan.
+
+    While a round is under way, the next one is read.
+
+    Raises:
+        CkptError: a read failed on some rank.
+    """
+    runner = _Runner(plan, plan_schedule, store, landings, group)
+    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-read-ahead") as ahead:
+        pending = ahead.submit(runner.read_round, 0)
+        for number in range(plan_schedule.n_rounds):
+            sent, splits, is_marked = pending.result()
+            if number + 1 < plan_schedule.n_rounds and not is_marked:
+                pending = ahead.submit(runner.read_round, number + 1)
+            if runner.carry_round(number, sent, splits) or is_marked:
+                break
+    group.agree(runner.failure)
+    return runner.report()
+
+
+class _Runner:
+    """The state of one exchange on one rank."""
+
+    def __init__(
+        self, plan: Plan, plan_schedule: Schedule, store: Store, landings: Mapping[int, Landing], group: Group
+    ) -> None:
+        self._plan, self._schedule, self._group, self._landings = plan, plan_schedule, group, landings
+        writes = plan.writes
+        reader, target = plan_schedule.reader[writes.tile], writes.file.astype(np.int64)
+        self._out = _Traffic(plan, plan_schedule, (reader == group.rank) & (target != group.rank), target)
+        self._in = _Traffic(plan, plan_schedule, (reader != group.rank) & (target == group.rank), reader)
+        self._filler = Filler(plan, store, landings, self._take)
+        self._sending: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        self._offset_of_row: dict[int, int] = {}
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._received = torch.empty(0, dtype=torch.uint8)
+        self.failure: BaseException | None = None
+        self._sent = self._received_nbytes = self._largest = 0
+
+    def read_round(self, number: int) -> tuple[torch.Tensor, list[int], bool]:
+        """Read this rank's tiles of a round: own pieces are put in place, others into the send buffer.
+
+        Returns the buffer, its splits, and whether it is marked as failed.
+        """
+        group = self._group
+        splits, rows, offsets = self._out.of_round(number, group.size, group.rank)
+        nbytes = sum(splits)
+        if self._buffers[number % 2].numel() < nbytes:
+            self._buffers[number % 2] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=group.device.type == "cuda")
+        buffer = self._buffers[number % 2][:nbytes]
+        self._sending = buffer.numpy()
+        self._offset_of_row = dict(zip(rows.tolist(), offsets.tolist(), strict=True))
+        tiles = self._schedule.order[np.searchsorted(self._schedule.round[self._schedule.order], number) :]
+        tiles = tiles[self._schedule.round[tiles] == number]
+        try:
+            for tile in tiles[self._schedule.reader[tiles] == group.rank].tolist():
+                if self.failure is None:
+                    self._filler.fill(tile)
+        except Exception as error:  # noqa: BLE001 - raised on every rank once all have left the rounds
+            self.failure = error
+        is_marked = self.failure is not None  # once: a failure that comes now is told by the next mark
+        mark = np.frombuffer(int(is_marked).to_bytes(_MARK_BYTES, "little"), dtype=np.uint8)
+        at = 0
+        for split in splits:
+            if split:
+                self._sending[at : at + _MARK_BYTES] = mark
+            at += split
+        return buffer, splits, is_marked
+
+    def _take(self, row: int, elements: npt.NDArray[Any]) -> None:
+        at = self._offset_of_row[row]
+        space = self._sending[at : at + int(self._plan.writes.length[row])]
+        space.view(elements.dtype).reshape(elements.shape)[...] = elements
+
+    def carry_round(self, number: int, sent: torch.Tensor, sent_splits: list[int]) -> bool:
+        """Exchange one round and place what came; True when another rank's pieces are marked as failed."""
+        group = self._group
+        splits, rows, offsets = self._in.of_round(number, group.size, group.rank)
+        nbytes = sum(splits)
+        if self._received.numel() < nbytes:
+            self._received = torch.empty(nbytes, dtype=torch.uint8, pin_memory=group.device.type == "cuda")
+        received = self._received[:nbytes]
+        group.all_to_all(received, sent, splits, sent_splits)
+        self._sent += sent.numel()
+        self._received_nbytes += nbytes
+        self._largest = max(self._largest, nbytes + sum(buffer.numel() for buffer in self._buffers))
+        content = received.numpy()
+        starts = np.cumsum([0, *splits[:-1]])
+        if any(content[at] for at, split in zip(starts.tolist(), splits, strict=True) if split):
+            return True
+        if self.failure is not None:
+            return False
+        plan = self._plan
+        try:
+            for row, at in zip(rows.tolist(), offsets.tolist(), strict=True):
+                dtype = plan.source.tensors.dtypes[int(plan.tiles.tensor[plan.writes.tile[row]])]
+                elements = content[at : at + int(plan.writes.length[row])].view(bit_dtype(dtype))
+                put_piece(self._landings[int(plan.writes.chunk[row])], plan, row, elements, dtype)
+        except Exception as error:  # noqa: BLE001 - marked in the next round, raised on every rank
+            self.failure = error
+        return False
+
+    def report(self) -> ExchangeReport:
+        """What was moved so far."""
+        return ExchangeReport(
+            self._schedule.n_rounds, self._filler.read_nbytes, self._sent, self._received_nbytes, self._largest
+        )

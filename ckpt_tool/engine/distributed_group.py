@@ -1,0 +1,184 @@
+"""A group is the ranks that load together, with the few collectives that it takes; one rank without torch.distributed.
+
+Every call is made by all ranks in the same order. What fails on one rank is raised on all of them, named by its rank.
+Waiting is bounded by ``timeout_s``. Carries bytes and integers only, never pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ckpt_tool import errors
+from ckpt_tool.errors import CkptError, StorageError, UsageError
+
+__all__ = ["Group"]
+
+_MAX_TEXT_BYTES = 1 << 20
+_KINDS: dict[str, type[CkptError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, CkptError)
+}
+
+
+class Group:
+    """The ranks of a torch process group, or this process alone."""
+
+    def __init__(self, process_group: Any = None, *, timeout_s: float) -> None:
+        self._group = process_group
+        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
+        is_joined = dist.is_available() and dist.is_initialized()
+        if process_group is not None and not is_joined:
+            raise UsageError("a process group was given, but torch.distributed is not initialised")
+        self.size: int = dist.get_world_size(process_group) if is_joined else 1
+        self.rank: int = dist.get_rank(process_group) if is_joined else 0
+        if self.rank < 0:
+            raise UsageError("this rank does not belong to the process group that it was given")
+        self._root = dist.get_global_rank(process_group, 0) if is_joined and process_group is not None else 0
+        self.device = torch.device("cpu")
+        if is_joined and "cpu" not in str(dist.get_backend_config(process_group)):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def backend(self) -> str:
+        """Name of the transport, ``none`` for one rank."""
+        return str(dist.get_backend(self._group)) if self.size > 1 else "none"
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest value of any rank, for each position."""
+        if self.size == 1:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        found: list[float] = numbers.tolist()
+        return found
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives."""
+        if self.size == 1:
+            return [rows]
+        width = rows.shape[1]
+        counts = self._all_gather(np.array([len(rows)], dtype=np.int64)).reshape(-1).tolist()
+        padded = np.zeros((max(counts), width), dtype=np.int64)
+        padded[: len(rows)] = rows
+        if not padded.size:
+            return [padded[:count] for count in counts]
+        everyone = self._all_gather(padded.reshape(-1)).reshape(self.size, -1, width)
+        return [everyone[rank, :count] for rank, count in enumerate(counts)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text of every rank."""
+        data = np.frombuffer(text.encode()[:_MAX_TEXT_BYTES], dtype=np.uint8).astype(np.int64)
+        texts = self.gather(data.reshape(-1, 1))
+        return [part.astype(np.uint8).tobytes().decode(errors="replace") for part in texts]
+
+    def share(self, make: Callable[[], bytes]) -> bytes:
+        """What ``make`` returns on the first rank, on all of them; the others do not call it.
+
+        Raises:
+            CkptError: ``make`` failed.
+        """
+        if self.size == 1:
+            return make()
+        data, failure = b"", None
+        if self.rank == 0:
+            try:
+                data = make()
+            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+                failure = error
+                data = _described(error).encode()
+        header = torch.tensor([len(data), int(failure is not None)], dtype=torch.int64, device=self.device)
+        self._wait(dist.broadcast(header, self._root, group=self._group, async_op=True))
+        nbytes, is_failed = header.tolist()
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+        content = payload if self.rank == 0 else torch.empty(nbytes, dtype=torch.uint8)
+        content = content.to(self.device)
+        if nbytes:
+            self._wait(dist.broadcast(content, self._root, group=self._group, async_op=True))
+        received: bytes = content.cpu().numpy().tobytes()
+        if is_failed:
+            raise _rebuilt(received.decode(), 0, self.size, 0) from failure
+        return received
+
+    def agree(self, failure: BaseException | None) -> None:
+        """Return when no rank has failed, else raise the first failure on every rank. One collective when all is well.
+
+        Raises:
+            CkptError: of the class that was raised there, where it is one of ours.
+        """
+        if self.size == 1:
+            if failure is not None:
+                raise failure
+            return
+        if not self.largest([float(failure is not None)])[0]:
+            return
+        texts = self.gather_texts("" if failure is None else _described(failure))
+        failed = [rank for rank, text in enumerate(texts) if text]
+        raise _rebuilt(texts[failed[0]], failed[0], self.size, len(failed) - 1) from failure
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> None:
+        """Bytes to and from every rank, in rank order; returns when ``received`` (host memory) holds them."""
+        here = received if self.device.type == "cpu" else torch.empty_like(received, device=self.device)
+        there = sent if self.device.type == "cpu" else sent.to(self.device, non_blocking=True)
+        work = dist.all_to_all_single(here, there, received_splits, sent_splits, group=self._group, async_op=True)
+        self._wait(work)
+        if here is not received:
+            received.copy_(here)
+
+    def exchange_cost(self, nbytes: int) -> float:
+        """Seconds per byte that one rank receives when all send ``nbytes`` in all, measured once, warmed up."""
+        share = max(nbytes // self.size, 1)
+        splits = [share] * self.size
+        sent, received = (torch.zeros(share * self.size, dtype=torch.uint8) for _ in range(2))
+        self.all_to_all(received, sent, splits, splits)
+        begun = time.perf_counter()
+        self.all_to_all(received, sent, splits, splits)
+        return (time.perf_counter() - begun) / (share * max(self.size - 1, 1))
+
+    def _all_gather(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        mine = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
+        everyone = torch.empty(self.size * len(numbers), dtype=torch.int64, device=self.device)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        self._wait(gather(everyone, mine, group=self._group, async_op=True))
+        found: npt.NDArray[np.int64] = everyone.cpu().numpy()
+        return found
+
+    def _wait(self, work: Any) -> None:
+        if work is None:
+            return
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:  # what torch raises for a timeout as well as for a peer that has gone
+            raise StorageError(
+                f"rank {self.rank} of {self.size}: another rank has gone, or did not answer within "
+                f"{self._timeout.total_seconds():,.0f} s: {str(error).splitlines()[0]}",
+                hint="look for the first error in the other ranks' output",
+            ) from error
+
+
+def _described(error: BaseException) -> str:
+    """An error as text that other ranks can make one of."""
+    fields: dict[str, str | None] = {"kind": type(error).__name__, "message": str(error) or repr(error)}
+    if isinstance(error, CkptError):
+        fields |= {"message": error.message, "where": error.where, "hint": error.hint}
+    return json.dumps(fields)
+
+
+def _rebuilt(text: str, rank: int, size: int, n_others: int) -> CkptError:
+    """The error that ``_described`` told of, with the rank in front of its message."""
+    fields = json.loads(text)
+    kind = _KINDS.get(fields["kind"])
+    others = f" ({n_others:,} other ranks failed as well)" if n_others else ""
+    name = "" if kind else f"{fields['kind']}: "
+    message = f"rank {rank} of {size}: {name}{fields['message']}{others}"
+    return (kind or CkptError)(message, where=fields.get("where"), hint=fields.get("hint"))

@@ -1,0 +1,82 @@
+"""A part is a box of a global tensor together with the live memory on this rank that holds it.
+
+A leaf is one tensor of a state dict, whatever class it has, as its parts. Nothing is copied: a part's view shares the
+memory of the tensor that the framework holds, so that writing into the view changes the model. Knows no checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_tool.dtypes import DType
+from ckpt_tool.dtypes import dtype as dtype_named
+from ckpt_tool.errors import Unsupported
+from ckpt_tool.frameworks import dtensor, sharded_tensor
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.model import KeyPath
+
+__all__ = ["Leaf", "Part", "tensor_leaf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank holds of a tensor, one box of it."""
+
+    box: Box
+    """In global coordinates; may be empty."""
+    view: torch.Tensor
+    """The elements of the box, of its sizes, with any strides; shares memory with the live tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a state dict."""
+
+    path: KeyPath
+    dtype: DType
+    shape: tuple[int, ...]
+    """Global shape."""
+    parts: tuple[Part, ...]
+    """Disjoint boxes held here; none on a rank outside of the tensor's mesh."""
+
+    @property
+    def fqn(self) -> str:
+        """Keys joined by dots, as DCP names flattened entries."""
+        return ".".join(str(key) for key in self.path)
+
+
+def tensor_leaf(path: KeyPath, value: object) -> Leaf | None:
+    """``value`` as a leaf, None when it is no tensor of any known class. Costs no copy and no communication.
+
+    A plain tensor, parameter or buffer is held whole by every rank that has it.
+
+    Raises:
+        Unsupported: a tensor that holds no plain strided memory of its own (sparse, quantized, meta), or whose
+            placement says that its value is still to be reduced.
+        LayoutError: the local tensor is not of the size that its placement gives this rank.
+    """
+    where = ".".join(str(key) for key in path)
+    if sharded_tensor.is_sharded_tensor(value):
+        shape, kind = sharded_tensor.shape_and_dtype(value)
+        held = sharded_tensor.parts_of(value)
+    elif dtensor.is_dtensor(value):
+        shape, kind = dtensor.shape_and_dtype(value)
+        held = dtensor.parts_of(value, where=where)
+    elif isinstance(value, torch.Tensor):
+        shape, kind = tuple(value.shape), value.dtype
+        held = [(Box.whole(shape), value)]
+    else:
+        return None
+    parts = tuple(Part(box, _plain(view, where)) for box, view in held)
+    return Leaf(path, dtype_named(str(kind)), shape, parts)
+
+
+def _plain(view: torch.Tensor, where: str) -> torch.Tensor:
+    """``view`` without its history, after a look at what kind of memory it has."""
+    if view.layout != torch.strided or view.is_quantized or view.device.type == "meta" or view.is_neg():
+        kind = "meta" if view.device.type == "meta" else str(view.layout)
+        hint = "give it memory with to_empty(device=...)" if kind == "meta" else None
+        raise Unsupported(f"a {kind} tensor has no memory that could be filled", where=where, hint=hint)
+    return view.detach()

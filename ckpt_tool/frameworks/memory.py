@@ -1,0 +1,50 @@
+"""Memory of a live tensor as numbers of its width, so that bits are moved and never interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["HostMemory", "TensorMemory", "memory_of"]
+
+_BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class HostMemory:
+    """Memory that numpy reaches: ``array`` shares it, with any strides."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        bits = view.view(_BY_WIDTH[view.element_size()])
+        numbers: npt.NDArray[Any] = bits.numpy()
+        self.array: npt.NDArray[Any] | None = (
+            numbers.view(f"u{numbers.itemsize}") if numbers.dtype.kind == "i" else numbers
+        )
+
+    def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
+        """Set the elements at ``index``; ``elements`` are numbers of the same width."""
+        if self.array is not None:
+            self.array[index] = elements
+
+
+class TensorMemory:
+    """Memory of a device: elements go there by a copy that has ended when ``put`` returns."""
+
+    array: npt.NDArray[Any] | None = None
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self._bits = view.view(_BY_WIDTH[view.element_size()])
+
+    def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
+        """Set the elements at ``index``; ``elements`` are numbers of the same width."""
+        packed = np.ascontiguousarray(elements)
+        if packed.dtype.kind == "u" and packed.itemsize > 1:
+            packed = packed.view(f"i{packed.itemsize}")
+        self._bits[index].copy_(torch.from_numpy(packed.reshape(elements.shape)))
+
+
+def memory_of(view: torch.Tensor) -> HostMemory | TensorMemory:
+    """The memory of ``view``, which stays shared with it."""
+    return HostMemory(view) if view.device.type == "cpu" else TensorMemory(view)

@@ -1,0 +1,112 @@
+"""A live state is a nesting of dicts and lists with tensors, other values and stateful objects at its leaves.
+
+Walking it finds the tensors as leaves of boxes, and everything else as slots that can be set. Knows no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, MutableSequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt_tool.errors import UsageError
+from ckpt_tool.frameworks.boxes import Leaf, tensor_leaf
+from ckpt_tool.manifest.model import KeyPath
+
+__all__ = ["LiveState", "Slot", "walk_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A value that is no tensor."""
+
+    path: KeyPath
+    value: Any
+    set: Callable[[Any], None]
+    """Puts another value in its place."""
+
+    @property
+    def fqn(self) -> str:
+        """Keys joined by dots."""
+        return ".".join(str(key) for key in self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """What a state holds."""
+
+    leaves: tuple[Leaf, ...]
+    slots: tuple[Slot, ...]
+    finish: tuple[Callable[[], None], ...]
+    """To be called once everything is filled: gives stateful objects back what they handed out."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    leaves: list[Leaf] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+
+    def visit(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
+        leaf = tensor_leaf(path, value)
+        if leaf is not None:
+            self.leaves.append(leaf)
+        elif isinstance(value, torch.nn.Module):  # its state dict shares the parameters' memory
+            self.visit(path, value.state_dict(), set_value)
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            held = value.state_dict()
+            self.visit(path, held, set_value)
+            self.finish.append(lambda: value.load_state_dict(held))
+        elif isinstance(value, MutableMapping) and value:
+            for key in list(value):
+                self.visit((*path, key), value[key], lambda new, key=key: value.__setitem__(key, new))  # type: ignore[misc]
+        elif isinstance(value, (MutableSequence, tuple)) and _has_structure(value):
+            for position, each in enumerate(value):
+                self.visit((*path, position), each, _setter(value, position))
+        else:
+            self.slots.append(Slot(path, value, set_value))
+
+
+def walk_state(state: Any) -> LiveState:
+    """Tensors and other values of ``state``, in its order; no copy and no communication.
+
+    Lists without tensors or dicts in them (``betas``, lists of numbers) are one value. A module stands for its state
+    dict, any other object with ``state_dict`` and ``load_state_dict`` for what it hands out.
+
+    Raises:
+        UsageError: the state is no dict, list, module or stateful object, or two of its tensors have one name.
+        Unsupported: see `tensor_leaf`.
+    """
+
+    def refuse(_new: Any) -> None:
+        raise UsageError("the state itself cannot be replaced, only what is in it")
+
+    walk = _Walk()
+    walk.visit((), state, refuse)
+    if any(not slot.path for slot in walk.slots) or any(not leaf.path for leaf in walk.leaves):
+        raise UsageError(f"expected a state dict, got {type(state).__name__}")
+    seen: set[str] = set()
+    for leaf in walk.leaves:
+        if leaf.fqn in seen:
+            raise UsageError("two tensors of the state have this name", where=leaf.fqn)
+        seen.add(leaf.fqn)
+    return LiveState(tuple(walk.leaves), tuple(walk.slots), tuple(walk.finish))
+
+
+def _has_structure(values: Any) -> bool:
+    return any(
+        isinstance(each, (torch.Tensor, MutableMapping))
+        or (isinstance(each, (MutableSequence, tuple)) and _has_structure(each))
+        for each in values
+    )
+
+
+def _setter(values: Any, position: int) -> Callable[[Any], None]:
+    def set_value(new: Any) -> None:
+        if isinstance(values, tuple):
+            raise UsageError(f"position {position} of a tuple cannot be set", hint="make it a list")
+        values[position] = new
+
+    return set_value
