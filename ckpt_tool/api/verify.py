@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
+from ckpt_tool.api.digest import read_manifest
+from ckpt_tool.api.digest_check import check_digests
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
@@ -29,6 +31,9 @@ def verify(
     *,
     level: str = "default",
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    manifest: str | os.PathLike[str] | None = None,
+    strip_prefixes: Sequence[str] = (),
+    require_all: bool = False,
     n_workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
@@ -40,26 +45,54 @@ def verify(
             own header with the metadata besides, and runs the format's own checks; ``full`` reads every byte: recorded
             checksums, NaN and infinities, runs of zeros in optimizer state, replicas.
         memory_budget_bytes: what buffers may take together.
+        manifest: a file that ``write_manifest`` wrote; every tensor is read and compared with its recorded digest.
+        strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
+        require_all: with ``manifest``, a tensor that only one side has is an error.
         n_workers: threads that read and check; None for as many as there are cores, or as the storage likes requests.
         progress: at the full level, called with the bytes read so far, from one thread at a time.
 
     Raises:
         NotFound: nothing is there, or nothing that reads as a checkpoint.
         FormatError: its metadata cannot be read at all; a file that can be left out is a finding instead.
-        UsageError: an unknown level.
+        UsageError: an unknown level, or a manifest at the quick one.
     """
     if level not in LEVELS:
         raise UsageError(f"{level!r} is no level of verification, expected one of {', '.join(LEVELS)}")
     started = time.perf_counter()
+    recorded = None if manifest is None else read_manifest(manifest)
+    if recorded is not None and level == "quick":
+        raise UsageError("the quick level reads no payload, which a manifest is compared with")
+
+    def report_of(opened: Checkpoint) -> VerifyReport:
+        report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
+        if recorded is None:
+            return report
+        checked = check_digests(
+            opened,
+            recorded,
+            strip_prefixes=strip_prefixes,
+            require_all=require_all,
+            memory_budget_bytes=memory_budget_bytes,
+            n_workers=n_workers,
+            progress=progress,
+        )
+        return replace(
+            report,
+            findings=sort_findings([*report.findings, *checked.findings]),
+            checked_nbytes=report.checked_nbytes + checked.read_nbytes,
+            covered_nbytes=report.covered_nbytes + checked.proven_nbytes,
+            seconds=time.perf_counter() - started,
+        )
+
     if isinstance(checkpoint, Checkpoint):
-        return _report(checkpoint, level, memory_budget_bytes, n_workers, progress, started)
+        return report_of(checkpoint)
     store, listing = open_store(checkpoint)
     try:
         source = Source(store, listing)
         reader = detect(source)
         reading = read_tolerantly(reader, source)
         opened = Checkpoint(os.fspath(checkpoint), reading.source, reader, reading.manifest, memory_budget_bytes)
-        report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
+        report = report_of(opened)
         return replace(report, findings=sort_findings(reading.merged(report.findings)))
     finally:
         store.close()

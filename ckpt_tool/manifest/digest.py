@@ -25,10 +25,18 @@ import numpy.typing as npt
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.errors import CoverageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.runs import byte_runs, contiguous_strides
 
-__all__ = ["ContentDigest", "Part", "box_part", "content_digest", "parts_of_runs", "run_part", "shifted_crc32s"]
+__all__ = [
+    "ContentDigest",
+    "Part",
+    "box_part",
+    "content_digest",
+    "linear_forms",
+    "run_part",
+    "shifted_crc32s",
+    "wide_sums",
+]
 
 _ONES = 0xFFFFFFFF
 _WORDS_PER_ROW = 4096
@@ -100,27 +108,24 @@ def run_part(data: npt.NDArray[np.uint8], offset: int, total_nbytes: int, *, wid
         total_nbytes: of the tensor.
         wide: whether the wide sums are taken.
     """
-    return parts_of_runs(
-        np.array([crc32(data.data)], dtype=np.uint32), [len(data)], [offset], total_nbytes,
-        _lanes(data, offset) if wide else (0, 0),
-    )  # fmt: skip
+    form = linear_forms(np.array([crc32(data.data)], dtype=np.uint32), [len(data)], [total_nbytes - offset - len(data)])
+    return Part(len(data), int(form[0]), wide_sums(data, offset) if wide else (0, 0))
 
 
-def parts_of_runs(
-    crc32s: npt.NDArray[np.uint32],
-    nbytes: Sequence[int] | Int64Array,
-    offsets: Sequence[int] | Int64Array,
-    total_nbytes: int,
-    lanes: tuple[int, int] = (0, 0),
-) -> Part:
-    """The sum over runs of one tensor whose own CRC-32s are known; columns of equal length."""
-    length, start = np.asarray(nbytes, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
-    behind = total_nbytes - start - length
+def linear_forms(
+    crc32s: npt.NDArray[np.uint32], nbytes: npt.ArrayLike, behind: npt.ArrayLike
+) -> npt.NDArray[np.uint32]:
+    """uint32[n]: shares of runs in a CRC's linear form, from their own CRC-32s; columns of equal length.
+
+    Args:
+        crc32s: uint32[n].
+        nbytes: int64[n], of each run.
+        behind: int64[n], bytes of the tensor behind each run.
+    """
+    length, after = np.asarray(nbytes, dtype=np.int64), np.asarray(behind, dtype=np.int64)
+    ones = np.full(len(length), _ONES, dtype=np.uint32)
     # crc(run) is the run's linear form, what the initial ones become over the run, and ones again.
-    linear = shifted_crc32s(crc32s ^ np.uint32(_ONES), behind) ^ shifted_crc32s(
-        np.full(len(length), _ONES, dtype=np.uint32), behind + length
-    )
-    return Part(int(length.sum()), int(np.bitwise_xor.reduce(linear, initial=np.uint32(0))), lanes)
+    return shifted_crc32s(crc32s ^ ones, after) ^ shifted_crc32s(ones, after + length)
 
 
 def box_part(data: npt.NDArray[np.uint8], box: Box, shape: Sequence[int], itemsize: int, *, wide: bool) -> Part:
@@ -135,13 +140,12 @@ def box_part(data: npt.NDArray[np.uint8], box: Box, shape: Sequence[int], itemsi
     total = Box.whole(tuple(shape)).volume * itemsize
     rows = np.ascontiguousarray(data).reshape(runs.n_runs, runs.nbytes)
     crc32s = np.fromiter((crc32(row.data) for row in rows), dtype=np.uint32, count=runs.n_runs)
-    lanes = (0, 0)
+    forms = linear_forms(crc32s, np.full(len(starts), runs.nbytes), total - starts - runs.nbytes)
+    part = Part(len(starts) * runs.nbytes, int(np.bitwise_xor.reduce(forms)))
     if wide:
-        summed = Part()
         for row, start in zip(rows, starts.tolist(), strict=True):
-            summed += Part(0, 0, _lanes(row, start))
-        lanes = summed.lanes
-    return parts_of_runs(crc32s, np.full(runs.n_runs, runs.nbytes, dtype=np.int64), starts, total, lanes)
+            part += Part(lanes=wide_sums(row, start))
+    return part
 
 
 def shifted_crc32s(values: npt.ArrayLike, nbytes: npt.ArrayLike) -> npt.NDArray[np.uint32]:
@@ -180,7 +184,7 @@ def _shift_tables(bit: int) -> npt.NDArray[np.uint32]:
     return tables
 
 
-def _lanes(data: npt.NDArray[np.uint8], offset: int) -> tuple[int, int]:
+def wide_sums(data: npt.NDArray[np.uint8], offset: int) -> tuple[int, int]:
     """The two wide sums of a run; words count from the first byte of the tensor, and a cut word has zeros elsewhere."""
     before = offset % 4
     if before or (before + len(data)) % 4:

@@ -103,7 +103,19 @@ def test_verify(argv: str, level: str, n_workers: int | None, monkeypatch: pytes
     monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
     assert main(["verify", "A", *argv.split()]) == 2
     assert recorder.args == ("A",)
-    assert recorder.options == {"level": level, "memory_budget_bytes": GIB, "n_workers": n_workers, "progress": None}
+    against = {"manifest": None, "strip_prefixes": (), "require_all": False}
+    options = {"level": level, "memory_budget_bytes": GIB, "n_workers": n_workers, "progress": None}
+    assert recorder.options == {**options, **against}
+
+
+def test_verify_against_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are mapped and completeness is asked for only where there is a manifest."""
+    recorder = Recorder()
+    monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
+    argv = ["--manifest", "m", "--strip-prefix", "a.", "--strip-prefix", "b.", "--require-all"]
+    assert main(["verify", "A", *argv]) == 2
+    options = {key: recorder.options[key] for key in ("manifest", "strip_prefixes", "require_all")}
+    assert options == {"manifest": "m", "strip_prefixes": ["a.", "b."], "require_all": True}
 
 
 def test_cat(monkeypatch: pytest.MonkeyPatch) -> None:

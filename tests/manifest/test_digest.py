@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_no_run_changes_it(data: st.DataObject, n: int) -> None:
     array = noise((n,), "u1")
     bounds = [0, *data.draw(cuts(n)), n]
     total = Part()
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         total += run_part(array[first:last], first, n, wide=True)
     assert content_digest(total, "uint8", (n,), n, wide=True) == digest(array)
 
