@@ -4,7 +4,8 @@ Told by a test elsewhere, of which those here are at most the view through the c
 
 ====  ============================================================================================
 R5    formats/rank_pt/test_placements.py::test_tensor_parallel_then_fsdp_on_one_dimension
-R16   manifest/test_optimizer.py (spellings of one state, groups, normal form)
+R16   reports/test_optimizer.py, manifest/test_optimizer.py (spellings of one state, groups, normal form)
+R17   reports/test_optimizer.py, verify/test_optimizer.py
 R25   formats/dcp/test_reader.py::test_ranks_without_collectives_are_joined, acceptance (dcp_no_collectives)
 R26   bench/test_dcp_scale.py (200,000 chunks), cli/test_startup.py (no torch)
 ====  ============================================================================================
@@ -13,7 +14,6 @@ R26   bench/test_dcp_scale.py (200,000 chunks), cli/test_startup.py (no torch)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.inspect import inspect
 from ckpt_tool.formats._pickle.nodes import Size
 from tests.formats.dcp.build import Checkpoint
 from tests.formats.rank_pt.test_placements import rank_files as saved_by_ranks
@@ -291,56 +290,6 @@ def test_r14_parts_of_a_checkpoint(ckpt: Ckpt, tmp_path: Path) -> None:
     assert {entry["fqn"] for entry in done.json["dropped"]} == set(as_bytes(source)) - set(model)
     nothing = ckpt("reshard", source, tmp_path / "none", "--dp", "2", "--include", "modell.*")
     assert (nothing.status, "no tensor fits 'modell.*' among 134" in nothing.err) == (3, True)
-
-
-def optimizer_state(made: Checkpoint) -> None:
-    """Adam of two groups and an empty one: ``c`` never got a gradient, ``tied`` is in the model but not in a group."""
-    paths: dict[str, Any] = {}
-
-    def tensor(value: torch.Tensor, *path: str) -> None:
-        made.tensor(".".join(path), value.shape, [(0, (0,) * value.ndim, value)])
-        paths[".".join(path)] = path
-
-    def stored(value: object, *path: str | int) -> None:
-        fqn = ".".join(map(str, path))
-        made.stored(fqn, 0, None, None, saved(value))
-        paths[fqn] = path
-
-    for number, name in enumerate("abc"):
-        tensor(torch.full((2, 3), float(number)), "model", name)
-    tensor(torch.zeros(2, 3), "model", "tied")
-    for name in "ab":
-        tensor(torch.tensor(1.0), "optim", "state", name, "step")
-        tensor(torch.full((2, 3), 0.5), "optim", "state", name, "exp_avg")
-        tensor(torch.full((2, 3), 0.25), "optim", "state", name, "exp_avg_sq")
-    for group, (rate, names) in enumerate(((0.1, "a"), (0.01, "bc"))):
-        stored(rate, "optim", "param_groups", group, "lr")
-        for number, name in enumerate(names):
-            stored(name, "optim", "param_groups", group, "params", number)
-    stored(0.001, "optim", "param_groups", 2, "lr")
-    stored([], "optim", "param_groups", 2, "params")
-    made.planner_data = paths
-
-
-def test_r16_groups_keep_their_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
-    """R16: of three groups, one of them empty, each keeps its learning rate and its parameters through a reshard."""
-    source = dcp(tmp_path / "source", optimizer_state)
-    assert ckpt("reshard", source, tmp_path / "out", "--dp", "2").status == 0
-    (before,), (after,) = (inspect(at, objects=True).optimizers for at in (source, tmp_path / "out"))
-    assert [(group.params, group.hyperparameters["lr"]) for group in after.groups] == [
-        (("a",), 0.1),
-        (("b", "c"), 0.01),
-        ((), 0.001),
-    ]
-    assert after == before
-
-
-def test_r17_parameters_without_state(ckpt: Ckpt, tmp_path: Path) -> None:
-    """R17: a parameter that never got a gradient has no state; verify says so, and nothing is wrong with it."""
-    source = dcp(tmp_path / "source", optimizer_state)
-    found = ckpt("verify", source)
-    assert found.status == 0
-    assert "1 parameter of optim without state, as those that never got a gradient: c" in found.text.replace("'", "")
 
 
 def test_r19_payload_against_metadata(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Reports R16 and R17 of section A: one optimizer, however its state is spelled and whatever it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp_of_torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+from ckpt_tool.api.inspect import inspect
+from tests.formats.dcp.build import Checkpoint
+from tests.reports.conftest import Ckpt
+from tests.reports.made import as_bytes, dcp, saved
+
+
+class Model(torch.nn.Module):  # type: ignore[misc]
+    """Two layers, one of them under two names, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(3, 4)
+        self.b = torch.nn.Linear(4, 4, bias=False)
+        self.tied = self.b
+        self.frozen = torch.nn.Linear(2, 2, bias=False).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both layers."""
+        found: torch.Tensor = self.b(self.a(x))
+        return found
+
+
+@pytest.fixture
+def spellings(tmp_path: Path) -> dict[str, Path]:
+    """The same training state with the optimizer keyed by number, by name, and flattened; in torch's own files."""
+    torch.manual_seed(0)
+    model = Model()
+    groups = [
+        {"params": [model.a.weight], "lr": 0.1},
+        {"params": [model.a.bias, model.b.weight], "lr": 0.02, "weight_decay": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    for _ in range(2):
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+    weights, flat = get_model_state_dict(model), StateDictOptions(flatten_optimizer_state_dict=True)
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "numbers.pt")
+    for name, options in (("names", None), ("flat", flat)):
+        state = {"model": weights, "optim": get_optimizer_state_dict(model, optimizer, options=options)}
+        dcp_of_torch.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    return {"ids": tmp_path / "numbers.pt", "names": tmp_path / "names", "flat": tmp_path / "flat"}
+
+
+def normal_form(url: Path) -> dict[str, Any]:
+    """Bytes of each state of each parameter, and what each group says of its parameters; names without ``model.``."""
+    (view,) = inspect(url, objects=True).optimizers
+    tensors = as_bytes(url)
+    state = {
+        str(key).removeprefix("model."): {name: tensors[fqn] for name, fqn in states.items()}
+        for key, states in view.named().items()
+    }
+    groups = [
+        ([str(key).removeprefix("model.") for key in group.params], group.hyperparameters["lr"],
+         group.hyperparameters["weight_decay"])
+        for group in view.named_groups()
+    ]  # fmt: skip
+    return {"state": state, "groups": groups}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r16_three_spellings_of_one_state(ckpt: Ckpt, spellings: dict[str, Path], tmp_path: Path) -> None:
+    """R16: state by number, by name and flattened has one normal form, before and after a reshard, with both groups."""
+    expected = normal_form(spellings["names"])
+    assert expected["groups"] == [(["a.weight"], 0.1, 0.01), (["a.bias", "b.weight"], 0.02, 0.5)]
+    assert sorted(expected["state"]) == ["a.bias", "a.weight", "b.weight"]
+    for spelling, url in spellings.items():
+        assert inspect(url, objects=True).optimizers[0].spelling == spelling
+        assert normal_form(url) == expected
+        assert ckpt("verify", url).status == 0
+        assert ckpt("reshard", url, tmp_path / "out", "--dp", "2", "--overwrite").status == 0
+        assert as_bytes(tmp_path / "out") == as_bytes(url)
+        if spelling != "ids":  # numbers get names from the model, whose tied tensor is now two
+            assert normal_form(tmp_path / "out") == expected
+
+
+def optimizer_state(made: Checkpoint) -> None:
+    """Adam of two groups and an empty one: ``c`` never got a gradient, ``tied`` is in the model but not in a group."""
+    paths: dict[str, Any] = {}
+
+    def tensor(value: torch.Tensor, *path: str) -> None:
+        made.tensor(".".join(path), value.shape, [(0, (0,) * value.ndim, value)])
+        paths[".".join(path)] = path
+
+    def stored(value: object, *path: str | int) -> None:
+        fqn = ".".join(map(str, path))
+        made.stored(fqn, 0, None, None, saved(value))
+        paths[fqn] = path
+
+    for number, name in enumerate("abc"):
+        tensor(torch.full((2, 3), float(number)), "model", name)
+    tensor(torch.zeros(2, 3), "model", "tied")
+    for name in "ab":
+        tensor(torch.tensor(1.0), "optim", "state", name, "step")
+        tensor(torch.full((2, 3), 0.5), "optim", "state", name, "exp_avg")
+        tensor(torch.full((2, 3), 0.25), "optim", "state", name, "exp_avg_sq")
+    for group, (rate, names) in enumerate(((0.1, "a"), (0.01, "bc"))):
+        stored(rate, "optim", "param_groups", group, "lr")
+        for number, name in enumerate(names):
+            stored(name, "optim", "param_groups", group, "params", number)
+    stored(0.001, "optim", "param_groups", 2, "lr")
+    stored([], "optim", "param_groups", 2, "params")
+    made.planner_data = paths
+
+
+def test_r16_groups_keep_their_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: of three groups, one of them empty, each keeps its learning rate and its parameters through a reshard."""
+    source = dcp(tmp_path / "source", optimizer_state)
+    assert ckpt("reshard", source, tmp_path / "out", "--dp", "2").status == 0
+    (before,), (after,) = (inspect(at, objects=True).optimizers for at in (source, tmp_path / "out"))
+    assert [(group.params, group.hyperparameters["lr"]) for group in after.groups] == [
+        (("a",), 0.1),
+        (("b", "c"), 0.01),
+        ((), 0.001),
+    ]
+    assert after == before
+
+
+def test_r17_parameters_without_state(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R17: a parameter that never got a gradient has no state; verify says so, and nothing is wrong with it."""
+    source = dcp(tmp_path / "source", optimizer_state)
+    found = ckpt("verify", source)
+    assert found.status == 0
+    assert "1 parameter of optim without state, as those that never got a gradient: c" in found.text.replace("'", "")
