@@ -1,8 +1,9 @@
 """A view shows the bytes of a checkpoint under other names and boxes: nothing is copied, only coordinates change.
 
 Splitting a fused tensor, joining one from parts, taking a layer out of a stack, transposing, dropping padding rows,
-and the inverse of each, are lists of boxes: this box of that source tensor is that box of this target tensor. Chunks
-are cut by the boxes and keep their place in their files; what is no longer packed gets strides.
+telling even rows from odd ones, and the inverse of each, are lists of boxes: this box of that source tensor, or every
+n-th element of it, is that box of this target tensor. Chunks are cut by the boxes and keep their place in their files;
+what is no longer packed gets strides.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ class Part:
     """Where its first element goes, in global coordinates of the target tensor."""
     axes: tuple[int, ...]
     """Source dimension that each target dimension runs along, -1 for a new one; those left out have size 1."""
+    steps: tuple[int, ...] | None = None
+    """Per source dimension, 2 to take every second element; ``source.sizes`` count what is taken. None: all 1."""
+
+    @property
+    def span(self) -> Box:
+        """The box from the first element taken to the last, in global coordinates of the source tensor."""
+        if self.steps is None:
+            return self.source
+        sizes = zip(self.source.sizes, self.steps, strict=True)
+        return Box(self.source.offsets, tuple((size - 1) * step + 1 if size else 0 for size, step in sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +76,37 @@ def apply_views(manifest: Manifest, views: Sequence[View], *, keep: Sequence[str
     sizes = _padded([part.source.sizes for _, part in rows], source_width, 1)
     goes_to = _padded([part.target_offsets for _, part in rows], target_width, 0)
     axes = _padded([part.axes for _, part in rows], target_width, -1)
+    steps = _padded([part.steps or (1,) * part.source.ndim for _, part in rows], source_width, 1)
 
     chunks = manifest.chunks
-    pairs = join_boxes(Boxes(chunks.tensor.astype(np.int64), chunks.offsets, chunks.sizes), Boxes(key, offsets, sizes))
+    spans = np.where(sizes > 0, (sizes - 1) * steps + 1, 0)
+    pairs = join_boxes(Boxes(chunks.tensor.astype(np.int64), chunks.offsets, chunks.sizes), Boxes(key, offsets, spans))
+    # Of the elements between the first and the last, those that the steps hit, as positions among the part's own.
+    step = steps[pairs.right]
+    moved = -(-(pairs.offsets - offsets[pairs.right]) // step)
+    taken = (pairs.offsets + pairs.sizes - 1 - offsets[pairs.right]) // step - moved + 1
+    hit = (taken > 0).all(axis=1)
+    pairs, step, moved, taken = pairs.take(hit), step[hit], moved[hit], taken[hit]
     if (chunks.flags[pairs.left] & ChunkFlag.UNRESOLVED).any():
         raise LayoutError("views need the exact places of chunks, some are not resolved", where=manifest.root)
     strides = (contiguous_strides_columns(chunks.sizes) if chunks.strides is None else chunks.strides)[pairs.left]
-    inside = pairs.offsets - chunks.offsets[pairs.left]
+    inside = offsets[pairs.right] + moved * step - chunks.offsets[pairs.left]
     bits = manifest.tensors.bits[chunks.tensor[pairs.left]]
     start_bits = (inside * strides).sum(axis=1) * bits
-    span = ((pairs.sizes - 1) * strides).sum(axis=1) + 1
+    strides = strides * step
+    length = ((taken - 1) * strides).sum(axis=1) + 1
     if (start_bits % 8).any():
         raise LayoutError("a view cuts elements that are narrower than a byte", where=manifest.root)
     along = axes[pairs.right]
     is_real = along >= 0
     picked = np.maximum(along, 0)
-    moved = pairs.offsets - offsets[pairs.right]
     table = ChunkTable.from_columns(
         tensor=target[pairs.right],
         offsets=goes_to[pairs.right] + np.where(is_real, np.take_along_axis(moved, picked, axis=1), 0),
-        sizes=np.where(is_real, np.take_along_axis(pairs.sizes, picked, axis=1), 1),
+        sizes=np.where(is_real, np.take_along_axis(taken, picked, axis=1), 1),
         file=chunks.file[pairs.left],
         offset=chunks.offset[pairs.left] + start_bits // 8,
-        length=(span * bits + 7) // 8,
+        length=(length * bits + 7) // 8,
         rank=chunks.rank[pairs.left],
         flags=chunks.flags[pairs.left],
         strides=np.where(is_real, np.take_along_axis(strides, picked, axis=1), 1),
@@ -119,9 +138,11 @@ def _record(manifest: Manifest, view: View) -> TensorMeta:
         left_out = [d for d in range(part.source.ndim) if d not in part.axes and part.source.sizes[d] != 1]
         if left_out or len(set(used)) != len(used) or len(part.axes) != len(view.shape):
             raise LayoutError(f"axes {part.axes} do not fit box {part.source} of {source.fqn}", where=view.fqn)
-        if not Box.whole(source.shape).contains(part.source) or not whole.contains(Box(part.target_offsets, sizes)):
+        if part.steps is not None and (len(part.steps) != part.source.ndim or min(part.steps, default=1) < 1):
+            raise LayoutError(f"steps {part.steps} do not fit box {part.source} of {source.fqn}", where=view.fqn)
+        if not Box.whole(source.shape).contains(part.span) or not whole.contains(Box(part.target_offsets, sizes)):
             raise LayoutError(
-                f"box {part.source} of {source.fqn} {list(source.shape)} at {part.target_offsets} leaves "
+                f"box {part.span} of {source.fqn} {list(source.shape)} at {part.target_offsets} leaves "
                 f"{list(view.shape)}",
                 where=view.fqn,
             )

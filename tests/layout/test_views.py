@@ -71,3 +71,58 @@ def test_views_that_do_not_fill_their_target_are_refused() -> None:
         apply_views(source, [View("v", (4, 2), (Part("a", Box((2, 0), (4, 2)), (0, 0), (0, 1)),))])
     with pytest.raises(LayoutError, match="dtypes float32"):
         apply_views(source, [View("v", (4, 2), (half, Part("b", Box((2, 0), (2, 2)), (2, 0), (0, 1))))])
+
+
+@given(st.data(), st.integers(16, 300))
+def test_every_nth_row_and_column(data: st.DataObject, tile: int) -> None:
+    """Steps in both dimensions, from any element on, over any cut: numpy's own strided slices."""
+    array = np.arange(14 * 9, dtype=np.int32).reshape(14, 9)
+    source = make_source({"a": array}, {"a": data.draw(partitions(array.shape))})
+    starts, steps, counts = [], [], []
+    for size in array.shape:
+        start, step = data.draw(st.integers(0, size - 1)), data.draw(st.integers(1, 4))
+        starts.append(start)
+        steps.append(step)
+        counts.append(data.draw(st.integers(1, (size - 1 - start) // step + 1)))
+    box, step = Box(tuple(starts), tuple(counts)), (steps[0], steps[1])
+    views = [
+        View("taken", box.sizes, (Part("a", box, (0, 0), (0, 1), step),)),
+        View("taken.T", box.sizes[::-1], (Part("a", box, (0, 0), (1, 0), step),)),
+    ]
+    rows, columns = (slice(o, o + (n - 1) * s + 1, s) for o, n, s in zip(starts, counts, steps, strict=True))
+    taken = array[rows, columns]
+    assert read(source, views, tile) == [taken.tolist(), taken.T.tolist()]
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3))
+def test_pairs_become_halves_and_pairs_again(data: st.DataObject, n_heads: int, half: int) -> None:
+    """Rotary pairs of each head become two halves, as a reshape and a transpose do, and the inverse undoes it."""
+    rows = n_heads * 2 * half
+    array = np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)
+    source = make_source({"pairs": array}, {"pairs": data.draw(partitions(array.shape))})
+    parts = tuple(
+        Part("pairs", Box((head * 2 * half + odd, 0), (half, 3)), ((head * 2 + odd) * half, 0), (0, 1), (2, 1))
+        for head in range(n_heads)
+        for odd in range(2)
+    )
+    halves = array.reshape(n_heads, half, 2, 3).transpose(0, 2, 1, 3).reshape(rows, 3)
+    assert read(source, [View("halves", array.shape, parts)]) == [halves.tolist()]
+    back = tuple(
+        Part("halves", Box((head * 2 * half + i, 0), (2, 3)), (head * 2 * half + 2 * i, 0), (0, 1), (half, 1))
+        for head in range(n_heads)
+        for i in range(half)
+    )
+    again = apply_views(apply_views(source.manifest, [View("halves", array.shape, parts)]), [
+        View("pairs", array.shape, back),
+    ])  # fmt: skip
+    (result,) = read_boxes(again, MemoryStore(source.files), [("pairs", Box.whole(array.shape))], limits=limits())
+    assert result.tolist() == array.tolist()
+
+
+def test_steps_that_leave_the_source_are_refused() -> None:
+    """A step too far, or a step of nothing."""
+    source = make_source({"a": np.zeros((4, 2), np.float32)}, {"a": [Box.whole((4, 2))]}).manifest
+    with pytest.raises(LayoutError, match=r"box \[1:6, 0:2\] of a \[4, 2\] .* leaves"):
+        apply_views(source, [View("v", (3, 2), (Part("a", Box((1, 0), (3, 2)), (0, 0), (0, 1), (2, 1)),))])
+    with pytest.raises(LayoutError, match=r"steps \(0, 1\) do not fit"):
+        apply_views(source, [View("v", (2, 2), (Part("a", Box((0, 0), (2, 2)), (0, 0), (0, 1), (0, 1)),))])
