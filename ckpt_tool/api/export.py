@@ -30,7 +30,7 @@ from ckpt_tool.manifest.subset import only_tensors
 
 __all__ = ["export", "prepare_export"]
 
-_HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks"})
+_HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing"})
 
 
 def prepare_export(  # noqa: PLR0913 - one argument per option of the command

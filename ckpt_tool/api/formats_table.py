@@ -133,6 +133,43 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             _written(_TORCH, "torch.load(weights_only=True)", "torch_save/test_writer.py"),
         ),
     ),
+    "bytecheckpoint": (
+        "ByteCheckpoint: a run with its tracker, or one step",
+        (
+            *_read(
+                "bytecheckpoint 0.0.2",
+                FSDP_decomposed="bytecheckpoint/fsdp_dec_4r/ckpt",
+                HSDP="bytecheckpoint/hsdp_4r/ckpt",
+                DDP="bytecheckpoint/ddp_2r/ckpt",
+            ),
+            Proof(
+                "writes for",
+                "bytecheckpoint 0.0.2",
+                "bytecheckpoint.load as FSDP, HSDP, FSDP2 and DDP",
+                "tests/consumers/test_bytecheckpoint.py",
+            ),
+        ),
+    ),
+    "torch-checkpointing": (
+        "torch-checkpointing (meta-pytorch)",
+        (
+            *_read(
+                "torch-checkpointing 0.1.1",
+                FSDP2_with_TP="torch_checkpointing/fsdp2_tp_2x2/ckpt",
+                uneven="torch_checkpointing/fsdp2_tp_4x2_uneven/ckpt",
+                strided="torch_checkpointing/strided_unresolved/ckpt",
+                safetensors_items="torch_checkpointing/fsdp2_4r_safetensors/ckpt",
+                odd_tensors_and_objects="torch_checkpointing/plain_odd/ckpt",
+                without_a_resharder="torch_checkpointing/plain_noreshard/ckpt",
+            ),
+            Proof(
+                "writes for",
+                "torch-checkpointing 0.1.1",
+                "CheckpointManager.load on 1, 2 and 4 ranks",
+                "tests/consumers/test_torch_checkpointing.py",
+            ),
+        ),
+    ),
     "accelerate": (
         "a folder of accelerate: a checkpoint each for model and optimizer",
         _read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),

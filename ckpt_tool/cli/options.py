@@ -162,7 +162,12 @@ MeshText = Annotated[
     ),
 ]
 ToFormat = Annotated[
-    str, typer.Option("--to", metavar="FORMAT", help="dcp, rank-files, torch-ranks, safetensors or torch-save.")
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="dcp, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, safetensors or torch-save.",
+    ),
 ]
 DataMode = Annotated[
     DpMode, typer.Option("--dp-mode", help="Cut tensors over data-parallel ranks (FSDP), or store one copy for all.")

@@ -1,0 +1,57 @@
+"""bytecheckpoint 0.0.2 loads what was written here, into FSDP, HSDP, FSDP2 and DDP models.
+
+``CKPT_PEER_BYTECHECKPOINT`` names the python of an environment with it, torch 2.13, grpcio and protobuf 3.20; run with
+``-m peer``. The script is the one that made the fixtures: with ``--load`` it compares every parameter and every moment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tool.api.reshard import reshard
+
+pytestmark = pytest.mark.peer
+
+FAMILY = Path(__file__).parents[2] / "fixtures/bytecheckpoint"
+SCRIPT = FAMILY / "make/bcp_make.py"
+TARGETS: dict[str, dict[str, Any]] = {"one": {}, "dp3": {"dp": 3}, "tp2dp2": {"tp": 2, "dp": 2}}
+
+
+def load(mode: str, folder: Path, world_size: int) -> str:
+    """What rank 0 says of a load into ``world_size`` ranks."""
+    command = [os.environ["CKPT_PEER_BYTECHECKPOINT"], "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-ranks-filter=0"]  # ranks would print into each other's lines
+    command += [f"--nproc_per_node={world_size}", str(SCRIPT), "--mode", mode, "--h", "5", "--out", str(folder)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run([*command, "--load"], capture_output=True, text=True, check=False, env=environment)
+    said = re.search(r"LOAD .*", run.stdout)
+    assert said, run.stderr[-4000:]
+    return said[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "mode", "world_size"),
+    [
+        ("fsdp_dec_4r", "fsdp", 2),
+        ("fsdp_dec_4r", "hsdp", 4),
+        ("hsdp_4r", "hsdp", 4),
+        ("hsdp_4r", "fsdp", 2),
+        ("hsdp_4r", "fsdp2", 2),
+        ("ddp_2r", "ddp", 1),
+        ("ddp_2r", "ddp", 2),
+    ],
+)
+def test_the_library_loads_it(name: str, mode: str, world_size: int, target: str, tmp_path: Path) -> None:
+    """Other numbers of ranks than were written, and modes that its own loader refuses (decomposed into sharded)."""
+    options: dict[str, Any] = {"default": "replicate", "rank_state": "drop", "durable": False, **TARGETS[target]}
+    reshard(FAMILY / name / "ckpt", tmp_path / "there", to="bytecheckpoint", **options)
+    shutil.copy(FAMILY / name / "truth.safetensors", tmp_path / "there")
+    assert load(mode, tmp_path / "there", world_size).startswith(f"LOAD {mode} world {world_size} tensors 81 bad 0 []")
