@@ -105,10 +105,12 @@ def take_digests(
     manifest = checkpoint.manifest
     left = [row for row in rows if row not in unread]
     summing = SummingStore(base)
-    opened = open_files(summing if files == "crc32" else base, manifest.files, memory_budget_bytes // 4)
+    is_summed = files == "crc32"
+    opened = open_files(summing if is_summed else base, manifest.files, memory_budget_bytes // 4)
     limits = plan_limits(memory_budget_bytes // 2, n_threads, int(manifest.tensors.nbytes[left].sum()))
     found = digest_tensors(
         manifest, left, opened, limits=limits, wide=wide, n_workers=n_threads,
+        recent_crc32=summing.recent_crc32 if is_summed else None,
         progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
     )  # fmt: skip
     table = DigestTable(manifest.format, _rows(checkpoint, found), _files(checkpoint, summing, files, n_threads))

@@ -25,7 +25,10 @@ from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Store
 
-__all__ = ["DigestPass", "digest_tensors"]
+__all__ = ["DigestPass", "RecentCrc32", "digest_tensors"]
+
+RecentCrc32 = Callable[[str, int, int], int | None]
+"""The CRC-32 of a file's range (path, offset, length), None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def digest_tensors(
     limits: PlanLimits,
     wide: bool,
     n_workers: int,
+    recent_crc32: RecentCrc32 | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DigestPass:
     """The digests of some tensors; what cannot be read does not stop the others.
@@ -72,6 +76,7 @@ def digest_tensors(
         limits: sizes of tiles and units.
         wide: whether the wide sums are taken.
         n_workers: threads.
+        recent_crc32: what ``store`` knows of a range (file, offset, length) that this thread read lately, if it does.
         progress: gets the bytes read and those to be read, from one thread at a time.
     """
     sums = _Sums()
@@ -87,7 +92,9 @@ def digest_tensors(
                 progress(done, total)
 
     for tiles, reads in _planned(manifest, list(rows), limits, sums):
-        _run(manifest, tiles, reads, store, sums, wide=wide, n_workers=n_workers, moved=moved)
+        _run(
+            manifest, tiles, reads, store, sums, wide=wide, n_workers=n_workers, recent_crc32=recent_crc32, moved=moved
+        )
     return DigestPass(_digests(manifest, rows, sums, wide=wide), sums.unread, done)
 
 
@@ -130,7 +137,7 @@ def _places(manifest: Manifest) -> Int64Array:
     return places
 
 
-def _run(
+def _run(  # noqa: PLR0913 - what a thread needs
     manifest: Manifest,
     tiles: Tiles,
     reads: Pieces,
@@ -139,6 +146,7 @@ def _run(
     *,
     wide: bool,
     n_workers: int,
+    recent_crc32: RecentCrc32 | None,
     moved: Callable[[int], None],
 ) -> None:
     """Read all tiles."""
@@ -164,7 +172,11 @@ def _run(
             except CkptError as error:
                 sums.unread[row] = error
                 continue
-            sums.rows.append((row, starts[tile], nbytes, crc32(data.data)))
+            known = _known(manifest, reads, tile, recent_crc32)
+            if known is None:
+                sums.rows.append((row, starts[tile], nbytes, crc32(data.data)))
+            else:
+                sums.rows += [(row, starts[tile] + at, length, crc) for at, length, crc in known]
             if wide:
                 added = Part(lanes=wide_sums(data, starts[tile]))
                 with lock:
@@ -172,6 +184,24 @@ def _run(
         moved(read)
 
     fetch_all(work, range(tiles.n_units), concurrency=n_workers)
+
+
+def _known(
+    manifest: Manifest, reads: Pieces, tile: int, recent_crc32: RecentCrc32 | None
+) -> list[tuple[int, int, int]] | None:
+    """(byte of the tile, length, CRC-32) of the runs that a tile was read in, where the store has taken all of them."""
+    if recent_crc32 is None:
+        return None
+    found: list[tuple[int, int, int]] = []
+    for row in range(int(reads.starts[tile]), int(reads.starts[tile + 1])):
+        if not (reads.is_contiguous[row] and reads.is_packed_in_tile[row]) or manifest.chunks.flags[reads.chunk[row]]:
+            return None
+        length = int(reads.length[row])
+        crc = recent_crc32(manifest.files.paths[reads.file[row]], int(reads.file_offset[row]), length)
+        if crc is None:
+            return None
+        found.append((int(reads.tile_offset[row]), length, crc))
+    return found
 
 
 def _digests(manifest: Manifest, rows: Sequence[int], sums: _Sums, *, wide: bool) -> dict[int, ContentDigest]:

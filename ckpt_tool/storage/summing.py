@@ -17,6 +17,7 @@ __all__ = ["SummingStore", "file_sha256"]
 
 _BLOCK_BYTES = 4 << 20
 _GAPS_AT_ONCE = 64
+_N_RECENT = 256
 
 _Range = tuple[int, int, int]
 """First byte, one past the last, CRC-32."""
@@ -34,6 +35,7 @@ class SummingStore:
         self._inner = inner
         self._lock = threading.Lock()
         self._ending: dict[str, dict[int, _Range]] = {}
+        self._local = threading.local()
 
     def listing(self) -> Listing:
         """As ``inner``."""
@@ -60,6 +62,11 @@ class SummingStore:
     def close(self) -> None:
         """Nothing."""
 
+    def recent_crc32(self, path: str, offset: int, length: int) -> int | None:
+        """The CRC-32 of a range, if it is one of the last that this thread read."""
+        recent: dict[tuple[str, int, int], int] = getattr(self._local, "recent", {})
+        return recent.get((path, offset, length))
+
     def file_crc32(self, path: str, nbytes: int) -> int:
         """The CRC-32 of a file of ``nbytes`` bytes; reads what was not read before, and that only.
 
@@ -82,6 +89,10 @@ class SummingStore:
     def _note(self, path: str, offset: int, length: int, crc: int) -> None:
         if not length:
             return
+        recent: dict[tuple[str, int, int], int] | None = getattr(self._local, "recent", None)
+        if recent is None or len(recent) >= _N_RECENT:
+            recent = self._local.recent = {}
+        recent[path, offset, length] = crc
         with self._lock:
             ending = self._ending.setdefault(path, {})
             before = ending.pop(offset, None)
