@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckpt_tool.api.conversion import Dropped
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats._torch_file.assemble import same_value
+from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS

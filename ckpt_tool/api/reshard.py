@@ -33,7 +33,6 @@ from ckpt_tool.layout.place import Placed, place
 from ckpt_tool.layout.rules import RuleSet, load_rules
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 
@@ -196,6 +195,10 @@ def _rules(
 
 def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
     """Names of the parameters that an optimizer numbers; empty with several optimizers, whose numbers may differ."""
+    if not any(isinstance(key, int) for path in manifest.tensors.paths or () for key in path):
+        return {}
+    from ckpt_tool.manifest.optimizer import optimizer_views  # 5 ms of start-up, and most optimizers use names
+
     views = optimizer_views(manifest)
     return dict(views[0].names) if len(views) == 1 else {}
 

@@ -25,7 +25,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
         r"(^|/)model/\.metadata$|latest_checkpointed_iteration\.txt$",
     ),
     # before DCP, which the first one is underneath
-    ("ckpt_tool.formats.megatron.dist_reader", "READER", r"(^|/)metadata\.json$|\.distcp$"),
+    ("ckpt_tool.formats.megatron.dist_reader", "READER", r"(^|/)metadata\.json$|latest_checkpointed_iteration\.txt$"),
     ("ckpt_tool.formats.megatron.zarr_reader", "READER", r"/\.zarray$"),
     ("ckpt_tool.formats.megatron.rank_reader", "READER", r"(^|/)mp_rank_[\d_]+/model_optim_rng\.pt$"),
     ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),

@@ -13,7 +13,7 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.written_items import object_item
-from ckpt_tool.formats._torch_file.assemble import same_value
+from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
@@ -128,7 +128,8 @@ class _Plan:
 
 
 def _blob_key(blob: Blob) -> Key:
-    path = blob.path or (blob.fqn,)
+    """The key of an object; a rank in its name (``rng@rank3``) is not part of it."""
+    _, path = rank_of(blob.path or (blob.fqn,))
     return key_of(section_of(path, blob.fqn), path)
 
 
@@ -243,7 +244,10 @@ def _extra_objects(blobs: Sequence[Blob]) -> Iterator[tuple[KeyPath, Any, int | 
     for held in copies.values():
         path = _blob_key(held[0]).path
         values = [blob_entry(blob)[1] for blob in held]
-        if all(same_value(values[0], value) for value in values[1:]) and (len(held) > 1 or held[0].rank is None):
+        named, _ = rank_of(held[0].path or (held[0].fqn,))
+        if named is not None:
+            yield path, values[0], named
+        elif all(same_value(values[0], value) for value in values[1:]) and (len(held) > 1 or held[0].rank is None):
             yield path, values[0], None
         else:
             yield from ((path, value, blob.rank) for blob, value in zip(held, values, strict=True))

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._pickle.dump import dump_pickle
+from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._safetensors.header import build_header
-from ckpt_tool.formats._torch_file.assemble import same_value
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
@@ -269,17 +269,22 @@ def _whole_row(plan: _Plan, number: int) -> int:
 
 
 def _objects(blobs: Sequence[Blob]) -> Iterator[tuple[str, KeyPath, Any, int | None]]:
-    """Item, keys, value and rank of each object; what all ranks saved alike belongs to every rank."""
+    """Item, keys, value and rank of each object; what all ranks saved alike belongs to every rank.
+
+    An object of one rank has the rank in its record, or in its name (``rng@rank3``) where names are to be unique.
+    """
     copies: dict[str, list[Blob]] = {}
     for blob in blobs:
         copies.setdefault(blob.fqn, []).append(blob)
     for held in copies.values():
-        path = held[0].path or (held[0].fqn,)
+        named, path = rank_of(held[0].path or (held[0].fqn,))
         section = section_of(path, held[0].fqn)
         item, keys = item_of("other" if section == "model" and "." not in str(path[0]) else section, path)
         values = [blob_entry(blob)[1] for blob in held]
         is_shared = all(same_value(values[0], value) for value in values[1:])
-        if is_shared and (len(held) > 1 or held[0].rank is None):
+        if named is not None:
+            yield item, keys, values[0], named
+        elif is_shared and (len(held) > 1 or held[0].rank is None):
             yield item, keys, values[0], None
         else:
             yield from ((item, keys, value, blob.rank) for blob, value in zip(held, values, strict=True))

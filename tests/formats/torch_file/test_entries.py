@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global
+from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
-from ckpt_tool.formats._torch_file.assemble import same_value
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.nested import nest
 
