@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,19 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.load_exchange import Exchange, choose_exchange
-from ckpt_tool.api.load_match import Expected, Match, Problem, SavedValues, match_tensors, unexpected_tensors
+from ckpt_tool.api.load_match import (
+    Expected,
+    Match,
+    NameMap,
+    Problem,
+    SavedValues,
+    match_tensors,
+    misfit,
+    unexpected_tensors,
+)
 from ckpt_tool.engine.landing import Filler, Landing, box_rows, rank_manifest
 from ckpt_tool.engine.pool import run_units
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.arrow import from_ipc, to_ipc
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, IntArray
@@ -39,7 +48,9 @@ __all__ = ["DEFAULT_LOAD_MEMORY_BYTES", "LoadReport", "load"]
 DEFAULT_LOAD_MEMORY_BYTES = 64 << 20
 
 _TILE_BYTES = 4 << 20
-_LISTED = 8
+_UNIT_BYTES = 16 << 20
+_FAR_GAP_BYTES = 1 << 18  # storage where longer gaps than this are cheap to read is worth several threads
+_GATHERED = 1_000  # problems of one rank that the others hear of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,7 @@ def load(  # noqa: PLR0913 - the options of a command
     cast: bool = False,
     exchange: Exchange = "auto",
     memory_budget_bytes: int = DEFAULT_LOAD_MEMORY_BYTES,
-    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    names: NameMap | None = None,
     n_workers: int | None = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
@@ -120,8 +131,11 @@ def load(  # noqa: PLR0913 - the options of a command
         raise UsageError(f"exchange must be auto, none or all-to-all, got {exchange!r}")
     from ckpt_tool.engine.distributed_group import Group
 
-    loading = _Loading(Group(process_group, timeout_s=timeout_s), os.fspath(url), memory_budget_bytes, n_workers)
-    return loading.run(state, strict=strict, cast=cast, exchange=exchange, names=names)
+    loading = _Loading(
+        Group(process_group, timeout_s=timeout_s), os.fspath(url), names, cast=cast,
+        memory_budget_bytes=memory_budget_bytes, n_workers=n_workers,
+    )  # fmt: skip
+    return loading.run(state, strict=strict, exchange=exchange)
 
 
 @dataclass(slots=True)
@@ -139,85 +153,99 @@ class _Target:
 class _Loading:
     """One call of ``load`` on one rank."""
 
-    def __init__(self, group: Group, url: str, memory_budget_bytes: int, n_workers: int | None) -> None:
+    def __init__(
+        self, group: Group, url: str, names: NameMap | None, *, cast: bool, memory_budget_bytes: int,
+        n_workers: int | None,
+    ) -> None:  # fmt: skip
         self._group = group
         self._url = url
+        self._names = names
+        self._cast = cast
         self._memory_budget_bytes = memory_budget_bytes
         self._n_workers = n_workers
+        self._checkpoint: Checkpoint | None = None
+        self._store: Store | None = None
 
-    def run(
-        self,
-        state: Any,
-        *,
-        strict: bool,
-        cast: bool,
-        exchange: Exchange,
-        names: Mapping[str, str] | Callable[[str], str] | None,
-    ) -> LoadReport:
+    def run(self, state: Any, *, strict: bool, exchange: Exchange) -> LoadReport:
         started = time.perf_counter()
         from ckpt_tool.frameworks.state import walk_state
 
-        live = self._together(lambda: walk_state(state))
-        needs_values = bool(self._group.largest([float(bool(live.slots))])[0])
-        checkpoint: list[Checkpoint] = []
+        live, failure = _attempt(lambda: walk_state(state))
+        has_values = live is not None and bool(live.slots or live.finish)
+        (any_values,) = self._group.agree(failure, [float(has_values)])
         try:
-            manifest = self._manifest(checkpoint, needs_values=needs_values)
-            target = self._together(lambda: self._target(live, manifest, cast=cast, names=names))
-            everyone = self._group.gather(target.rows)
+            manifest = self._manifest(live, with_values=bool(any_values))
+            target, failure = _attempt(lambda: self._target(live, manifest))
+            everyone = self._group.gather(target.rows if target else np.zeros((0, 1), dtype=np.int64), failure)
             unexpected = self._check(manifest, target, everyone, strict=strict)
-            manifest = self._resolved(manifest, checkpoint, everyone)
-            return self._fill(manifest, target, everyone, unexpected, exchange=exchange, started=started)
+            manifest = self._resolved(manifest, everyone)
+            choice = choose_exchange(exchange, manifest, everyone, self._payload(manifest), self._group)
+            if choice.exchange == "all-to-all":
+                moved = self._exchange(manifest, target, everyone)
+            else:
+                moved = self._read_own(manifest, target)
         finally:
-            for each in checkpoint:
-                each.close()
+            for opened in (self._checkpoint, self._store):
+                if opened is not None:
+                    opened.close()
+        n_values, missing = self._set_values(manifest, live) if any_values else (0, [])
+        missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
+        return LoadReport(
+            exchange=choice.exchange, why=choice.why, n_tensors=sum(row >= 0 for row in target.match.rows),
+            n_values=n_values, filled_nbytes=target.filled_nbytes, read_nbytes=moved.read,
+            probe_nbytes=choice.probe_nbytes, sent_nbytes=moved.sent, received_nbytes=moved.received,
+            max_buffer_nbytes=moved.buffers, missing=tuple(missing), unexpected=unexpected,
+            renamed=target.match.renamed, seconds=time.perf_counter() - started, plan_seconds=moved.begun - started,
+        )  # fmt: skip
 
-    def _together(self, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns; a failure on any rank is raised on all."""
-        made, failure = None, None
-        try:
-            made = make()
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            failure = error
-        self._group.agree(failure)
-        return made
-
-    def _manifest(self, opened: list[Checkpoint], *, needs_values: bool) -> Manifest:
-        """The checkpoint's manifest, read by the first rank, which keeps the checkpoint in ``opened``."""
+    def _manifest(self, live: LiveState, *, with_values: bool) -> Manifest:
+        """The checkpoint's manifest, read by the first rank, with exact places of what that rank's state has."""
 
         def read() -> bytes:
-            checkpoint = open_checkpoint(self._url)
-            opened.append(checkpoint)
-            if needs_values:
+            self._checkpoint = checkpoint = open_checkpoint(self._url)
+            if with_values:
                 checkpoint.load_blobs()
-            manifest = checkpoint.manifest
-            return b"" if self._group.size == 1 else to_ipc(manifest if needs_values else manifest.replace(blobs=()))
+            found = self._match(live, checkpoint.manifest).rows
+            manifest = checkpoint.resolve([checkpoint.manifest.tensors.fqns[row] for row in found if row >= 0])
+            return b"" if self._group.size == 1 else to_ipc(manifest if with_values else manifest.replace(blobs=()))
 
         data = self._group.share(read)
-        return opened[0].manifest if opened else from_ipc(data)
+        return from_ipc(data) if self._checkpoint is None else self._checkpoint.manifest
 
-    def _resolved(self, manifest: Manifest, opened: list[Checkpoint], everyone: Sequence[IntArray]) -> Manifest:
-        """The manifest with exact payload positions of all tensors that some rank wants."""
+    def _resolved(self, manifest: Manifest, everyone: Sequence[IntArray]) -> Manifest:
+        """The manifest with exact places of all tensors that some rank wants, where the first one lacks some."""
         wanted = np.zeros(len(manifest.tensors), dtype=bool)
         for rows in everyone:
             wanted[rows[:, 0]] = True
         is_open = (manifest.chunks.flags & ChunkFlag.UNRESOLVED) != 0
         if not (is_open & wanted[manifest.chunks.tensor]).any():
             return manifest
+        checkpoint = self._checkpoint
 
         def resolve() -> bytes:
-            found = opened[0].resolve([manifest.tensors.fqns[row] for row in np.flatnonzero(wanted).tolist()])
-            return b"" if self._group.size == 1 else to_ipc(found.replace(blobs=()))
+            if checkpoint is None:
+                return b""
+            found = checkpoint.resolve([manifest.tensors.fqns[row] for row in np.flatnonzero(wanted).tolist()])
+            return to_ipc(found.replace(blobs=()))
 
-        data = self._group.share(resolve)
-        return opened[0].manifest if opened else from_ipc(data).replace(blobs=manifest.blobs)
+        return from_ipc(self._group.share(resolve)).replace(blobs=manifest.blobs)
 
-    def _target(
-        self, live: LiveState, manifest: Manifest, *, cast: bool, names: Mapping[str, str] | Callable[[str], str] | None
-    ) -> _Target:
+    def _payload(self, manifest: Manifest) -> Store:
+        """The store of this rank's reads."""
+        if self._store is None:
+            self._store = open_files(open_store(self._url)[0], manifest.files, self._memory_budget_bytes // 4)
+        return self._store
+
+    def _match(self, live: LiveState, manifest: Manifest) -> Match:
+        expected = [Expected(leaf.path, leaf.shape, leaf.dtype) for leaf in live.leaves]
+        return match_tensors(manifest, expected, names=self._names, cast=self._cast)
+
+    def _target(self, live: LiveState, manifest: Manifest) -> _Target:
+        """What is to be filled; opens the store too, so that one look at all ranks tells of either's failure."""
         from ckpt_tool.frameworks.memory import memory_of
 
-        expected = [Expected(leaf.path, leaf.shape, leaf.dtype) for leaf in live.leaves]
-        match = match_tensors(manifest, expected, names=names, cast=cast)
+        self._payload(manifest)
+        match = self._match(live, manifest)
         bad = {problem.fqn for problem in match.problems}
         width = manifest.tensors.shape.shape[1]
         landings: list[Landing] = []
@@ -239,74 +267,44 @@ class _Loading:
         self, manifest: Manifest, target: _Target, everyone: Sequence[IntArray], *, strict: bool
     ) -> tuple[str, ...]:
         """Names that only the checkpoint has; raises when something does not fit on some rank."""
-        used = {int(row) for rows in everyone for row in np.unique(rows[:, 0])}
-        unexpected = unexpected_tensors(manifest, used)
+        unexpected = unexpected_tensors(manifest, {int(row) for rows in everyone for row in np.unique(rows[:, 0])})
         own = [problem for problem in target.match.problems if strict or problem.kind != "missing"]
         problems: dict[Problem, None] = {}
         if self._group.largest([float(len(own))])[0]:
-            for text in self._group.gather_texts(json.dumps([asdict(each) for each in own[:1000]])):
+            for text in self._group.gather_texts(json.dumps([asdict(each) for each in own[:_GATHERED]])):
                 problems |= dict.fromkeys(Problem(**fields) for fields in json.loads(text))
         if strict:
             problems |= dict.fromkeys(unexpected)
         if problems:
-            raise _misfit(self._url, list(problems), manifest)
+            raise misfit(self._url, list(problems), manifest)
         return tuple(problem.fqn for problem in unexpected)
 
-    def _fill(
-        self,
-        manifest: Manifest,
-        target: _Target,
-        everyone: list[IntArray],
-        unexpected: tuple[str, ...],
-        *,
-        exchange: Exchange,
-        started: float,
-    ) -> LoadReport:
-        group = self._group
-        store = self._together(
-            lambda: open_files(open_store(self._url)[0], manifest.files, self._memory_budget_bytes // 4)
-        )
-        try:
-            choice = choose_exchange(exchange, manifest, everyone, store, self._group, self._together)
-            way = choice.exchange
-            if way == "all-to-all" and group.size > 1:
-                moved = self._exchange(manifest, target, everyone, store)
-            else:
-                moved = self._read_own(manifest, target, store)
-        finally:
-            store.close()
-        n_values, missing = self._set_values(manifest, target)
-        missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
-        self._together(lambda: [finish() for finish in target.live.finish])
-        return LoadReport(
-            exchange=way, why=choice.why, n_tensors=sum(row >= 0 for row in target.match.rows), n_values=n_values,
-            filled_nbytes=target.filled_nbytes, read_nbytes=moved.read, probe_nbytes=choice.probe_nbytes,
-            sent_nbytes=moved.sent, received_nbytes=moved.received, max_buffer_nbytes=moved.buffers,
-            missing=tuple(missing), unexpected=unexpected, renamed=target.match.renamed,
-            seconds=time.perf_counter() - started, plan_seconds=moved.begun - started,
-        )  # fmt: skip
-
-    def _read_own(self, manifest: Manifest, target: _Target, store: Store) -> _Moved:
+    def _read_own(self, manifest: Manifest, target: _Target) -> _Moved:
         """Read what this rank needs, straight into place."""
-        begun = [0.0]
+        fillers: list[Filler] = []
+        begun = time.perf_counter()
 
-        def read() -> int:
-            rank = self._group.rank
-            limits = PlanLimits(
-                min(_TILE_BYTES, self._memory_budget_bytes // 4), self._memory_budget_bytes // 4, 16 << 20
-            )
+        def read() -> None:
+            nonlocal begun
+            store, rank = self._payload(manifest), self._group.rank
+            quarter = self._memory_budget_bytes // 4
+            limits = PlanLimits(min(_TILE_BYTES, quarter), quarter, _UNIT_BYTES)
             plan = make_plan(manifest, rank_manifest(manifest, {rank: target.rows}, self._group.size), limits=limits)
             landings = dict(enumerate(target.landings))
-            begun[0] = time.perf_counter()
-            n_workers = self._n_workers or (store.cost.concurrency if store.cost.max_gap_bytes > 1 << 18 else 1)
-            for _ in run_units(range(plan.tiles.n_units), lambda: Filler(plan, store, landings), n_workers=n_workers):
+            begun = time.perf_counter()
+
+            def filler() -> Filler:
+                fillers.append(Filler(plan, store, landings))
+                return fillers[-1]
+
+            n_workers = self._n_workers or (store.cost.concurrency if store.cost.max_gap_bytes > _FAR_GAP_BYTES else 1)
+            for _ in run_units(range(plan.tiles.n_units), filler, n_workers=n_workers):
                 pass
-            return plan.stats.read_nbytes
 
-        read_nbytes: int = self._together(read)
-        return _Moved(begun[0], read_nbytes, 0, 0, 0)
+        self._group.agree(_attempt(read)[1])
+        return _Moved(begun, sum(each.read_nbytes for each in fillers), 0, 0, 0)
 
-    def _exchange(self, manifest: Manifest, target: _Target, everyone: list[IntArray], store: Store) -> _Moved:
+    def _exchange(self, manifest: Manifest, target: _Target, everyone: list[IntArray]) -> _Moved:
         """Read this rank's share of what the group needs, and exchange."""
         from ckpt_tool.engine.distributed_exchange import exchange_tile_bytes, run_exchange, schedule
 
@@ -314,33 +312,45 @@ class _Loading:
         tile_bytes = exchange_tile_bytes(self._memory_budget_bytes, group.size)
 
         def prepare() -> tuple[Plan, Any]:
-            limits = PlanLimits(tile_bytes, tile_bytes, 1 << 40)
+            limits = PlanLimits(tile_bytes, tile_bytes, 1 << 40, one_read_per_tile=True)
             joint = rank_manifest(manifest, dict(enumerate(everyone)), group.size)
             plan = make_plan(manifest, joint, limits=limits)
             return plan, schedule(plan, group.size, round_bytes=tile_bytes)
 
-        plan, plan_schedule = self._together(prepare)
+        prepared, failure = _attempt(prepare)
+        group.agree(failure)
+        plan, plan_schedule = prepared
         first = sum(len(rows) for rows in everyone[: group.rank])
-        begun = time.perf_counter()
         landings = {first + number: landing for number, landing in enumerate(target.landings)}
-        moved = run_exchange(plan, plan_schedule, store, landings, group)
+        begun = time.perf_counter()
+        moved = run_exchange(plan, plan_schedule, self._payload(manifest), landings, group)
         return _Moved(begun, moved.read_nbytes, moved.sent_nbytes, moved.received_nbytes, moved.max_buffer_nbytes)
 
-    def _set_values(self, manifest: Manifest, target: _Target) -> tuple[int, list[str]]:
+    def _set_values(self, manifest: Manifest, live: LiveState) -> tuple[int, list[str]]:
         """Set what is no tensor; returns how many were set, and the names of those not found."""
         missing: list[str] = []
 
         def set_all() -> None:
             saved = SavedValues(manifest.blobs, self._group.rank)
-            for slot in target.live.slots:
+            for slot in live.slots:
                 found, value = saved.find(slot.path)
                 if found:
                     slot.set(value)
                 else:
                     missing.append(slot.fqn)
+            for finish in live.finish:
+                finish()
 
-        self._together(set_all)
-        return len(target.live.slots) - len(missing), missing
+        self._group.agree(_attempt(set_all)[1])
+        return len(live.slots) - len(missing), missing
+
+
+def _attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """``(what make returns, None)``, or ``(None, its failure)``, to be raised on every rank."""
+    try:
+        return make(), None
+    except Exception as error:  # noqa: BLE001 - raised by Group.agree
+        return None, error
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,17 +362,3 @@ class _Moved:
     sent: int
     received: int
     buffers: int
-
-
-def _misfit(url: str, problems: list[Problem], manifest: Manifest) -> LayoutError:
-    """One error for all that does not fit."""
-    counts = {kind: sum(each.kind == kind for each in problems) for kind in ("missing", "unexpected", "shape", "dtype")}
-    summary = ", ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
-    lines = [f"  {each.kind}: {each.fqn}: {each.text}" for each in problems[:_LISTED]]
-    if len(problems) > _LISTED:
-        lines.append(f"  and {len(problems) - _LISTED:,} more")
-    hint = "pass cast=True to convert element types" if counts["dtype"] else None
-    if counts["missing"] or counts["unexpected"]:
-        near = ", ".join(manifest.tensors.fqns[:2])
-        hint = f"the checkpoint's names are like {near}; map them with names=, or pass strict=False"
-    return LayoutError("the state does not fit: " + summary + "\n" + "\n".join(lines), where=url, hint=hint)

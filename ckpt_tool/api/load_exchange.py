@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ckpt_tool.errors import CkptError
+from ckpt_tool.geometry.join import Boxes, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
@@ -42,7 +44,6 @@ def choose_exchange(
     everyone: Sequence[IntArray],
     store: Store,
     group: Group,
-    together: Callable[[Callable[[], Any]], Any],
 ) -> Choice:
     """The same choice on every rank. Costs a read of at most 1 MiB and two small exchanges where sharing could pay.
 
@@ -52,37 +53,67 @@ def choose_exchange(
         everyone: the boxes of every rank, see ``engine.landing.box_rows``.
         store: where it lies.
         group: the ranks.
-        together: runs something on every rank and raises its failure on all.
     """
     if group.size == 1:
         return Choice("none", "there is one rank", 0)
     if asked != "auto":
         return Choice(asked, "asked for", 0)
-    needed, distinct = needed_bytes(manifest, everyone)
+    needed, distinct = needed_bytes(manifest, everyone, store.cost.max_gap_bytes)
     sharing = sum(needed) / max(distinct, 1)
     if sharing < _SHARED_ENOUGH:
-        return Choice("none", f"each byte is needed by {sharing:.2f} ranks", 0)
-    read_cost, probe_nbytes = together(lambda: _read_cost(manifest, store, group))
+        return Choice("none", f"each byte would be read {sharing:.2f} times", 0)
+    read_cost, probe_nbytes, failure = 0.0, 0, None
+    try:
+        read_cost, probe_nbytes = _read_cost(manifest, store, group)
+    except CkptError as error:
+        failure = error
+    group.agree(failure)
     costs = group.largest([read_cost, group.exchange_cost(_PROBE_BYTES)])
     alone = max(needed) * costs[0]
     shared = distinct / group.size * costs[0] + max(needed) * (group.size - 1) / group.size * costs[1]
     why = (
-        f"each byte is needed by {sharing:.2f} ranks; reading for oneself at {1e-6 / costs[0]:,.0f} MB/s a rank would "
+        f"each byte would be read {sharing:.2f} times; reading for oneself at {1e-6 / costs[0]:,.0f} MB/s a rank would "
         f"take {alone:.3f} s, sharing at {1e-6 / costs[1]:,.0f} MB/s {shared:.3f} s"
     )
     return Choice("all-to-all" if shared < alone else "none", why, probe_nbytes)
 
 
-def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray]) -> tuple[list[int], int]:
-    """Bytes that each rank needs, and bytes of the distinct boxes of all."""
+def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes: int) -> tuple[list[int], int]:
+    """Bytes that each rank would read for itself, short gaps of strided boxes included, and distinct bytes needed."""
     rows = np.concatenate(everyone)
     width = (rows.shape[1] - 1) // 2
-    offsets, sizes = rows[:, 1 : 1 + width], rows[:, 1 + width :]
-    nbytes = np.prod(sizes, axis=1) * manifest.tensors.bits[rows[:, 0]] // 8
+    tensor, offsets, sizes = rows[:, 0], rows[:, 1 : 1 + width], rows[:, 1 + width :]
+    bits = manifest.tensors.bits
+    nbytes = np.prod(sizes, axis=1) * bits[tensor] // 8
+    first = np.unique(exact_duplicates(offsets, sizes, tensor))
+    distinct = min(int(nbytes[first].sum()), int(manifest.tensors.nbytes[np.unique(tensor)].sum()))
+
+    chunks = manifest.chunks
+    chunk_tensor = chunks.tensor.astype(np.int64)
+    stored = np.unique(exact_duplicates(chunks.offsets, chunks.sizes, chunk_tensor))
+    pairs = join_boxes(
+        Boxes(chunk_tensor[stored], chunks.offsets[stored], chunks.sizes[stored]), Boxes(tensor, offsets, sizes)
+    )
+    read = pairs.volume * bits[tensor[pairs.right]] // 8
+    container = chunks.sizes[stored][pairs.left]
+    strided = np.flatnonzero(~is_packed_in(pairs.sizes, container))
+    if len(strided):
+        run, step = _run_and_step(pairs.sizes[strided], container[strided])
+        gap_bytes = (step - run) * bits[tensor[pairs.right[strided]]] // 8
+        read[strided] = np.where(gap_bytes <= max_gap_bytes, read[strided] * step // run, read[strided])
     rank = np.repeat(np.arange(len(everyone)), [len(each) for each in everyone])
-    needed = np.bincount(rank, weights=nbytes, minlength=len(everyone)).astype(np.int64)
-    first = exact_duplicates(offsets, sizes, rows[:, 0])
-    return needed.tolist(), int(nbytes[np.unique(first)].sum())
+    needed = np.bincount(rank[pairs.right], weights=read, minlength=len(everyone)).astype(np.int64)
+    return needed.tolist(), distinct
+
+
+def _run_and_step(sizes: IntArray, container: IntArray) -> tuple[IntArray, IntArray]:
+    """Elements of one contiguous run of each box in its container, and elements from one run to the next."""
+    is_cut = sizes != container
+    last_cut = sizes.shape[1] - 1 - np.argmax(is_cut[:, ::-1], axis=1)
+    behind = np.arange(sizes.shape[1]) >= last_cut[:, None]
+    run: IntArray = np.prod(np.where(behind, sizes, 1), axis=1)
+    step: IntArray = np.prod(np.where(behind, container, 1), axis=1)
+    return run, step
 
 
 def _read_cost(manifest: Manifest, store: Store, group: Group) -> tuple[float, int]:

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_tool.api.names import module_names
 from ckpt_tool.dtypes import DType
+from ckpt_tool.errors import LayoutError
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 
-__all__ = ["Expected", "Match", "Problem", "SavedValues", "match_tensors", "unexpected_tensors"]
+__all__ = [
+    "Expected",
+    "Match",
+    "NameMap",
+    "Problem",
+    "SavedValues",
+    "match_tensors",
+    "misfit",
+    "unexpected_tensors",
+]
+
+
+NameMap: TypeAlias = Mapping[str, str] | Callable[[str], str]
+"""What a tensor of the state is called in the checkpoint."""
+
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +69,7 @@ def match_tensors(
     manifest: Manifest,
     expected: Sequence[Expected],
     *,
-    names: Mapping[str, str] | Callable[[str], str] | None,
+    names: NameMap | None,
     cast: bool,
 ) -> Match:
     """The checkpoint's row of each expected tensor.
@@ -91,7 +107,7 @@ def match_tensors(
     return Match(tuple(rows), tuple(problems), tuple(renamed))
 
 
-def _asked(names: Mapping[str, str] | Callable[[str], str] | None, fqn: str) -> str:
+def _asked(names: NameMap | None, fqn: str) -> str:
     if names is None:
         return fqn
     return names(fqn) if callable(names) else names.get(fqn, fqn)
@@ -145,3 +161,17 @@ def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:
         else:
             return False, None
     return True, value
+
+
+def misfit(url: str, problems: list[Problem], manifest: Manifest) -> LayoutError:
+    """One error for all that does not fit."""
+    counts = {kind: sum(each.kind == kind for each in problems) for kind in ("missing", "unexpected", "shape", "dtype")}
+    summary = ", ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
+    lines = [f"  {each.kind}: {each.fqn}: {each.text}" for each in problems[:_LISTED]]
+    if len(problems) > _LISTED:
+        lines.append(f"  and {len(problems) - _LISTED:,} more")
+    hint = "pass cast=True to convert element types" if counts["dtype"] else None
+    if counts["missing"] or counts["unexpected"]:
+        near = ", ".join(manifest.tensors.fqns[:2])
+        hint = f"the checkpoint's names are like {near}; map them with names=, or pass strict=False"
+    return LayoutError("the state does not fit: " + summary + "\n" + "\n".join(lines), where=url, hint=hint)

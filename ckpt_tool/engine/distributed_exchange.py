@@ -18,7 +18,7 @@ import torch
 
 from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.engine.elements import bit_dtype
-from ckpt_tool.engine.landing import Filler, Landing, put_piece
+from ckpt_tool.engine.landing import Filler, Landing, packed_nbytes, put_piece
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.plan.model import Plan
@@ -93,7 +93,9 @@ def schedule(plan: Plan, world_size: int, *, round_bytes: int) -> Schedule:
 class _Traffic:
     """Written pieces that one rank sends, or receives, by round and then by the other rank."""
 
-    def __init__(self, plan: Plan, plan_schedule: Schedule, is_mine: npt.NDArray[np.bool_], other: IntArray) -> None:
+    def __init__(
+        self, plan: Plan, plan_schedule: Schedule, nbytes: IntArray, is_mine: npt.NDArray[np.bool_], other: IntArray
+    ) -> None:
         rows = np.flatnonzero(is_mine)
         position = np.empty(len(plan_schedule.order), dtype=np.int64)
         position[plan_schedule.order] = np.arange(len(position))
@@ -102,7 +104,7 @@ class _Traffic:
         self.rows = rows[order]
         self._round = plan_schedule.round[plan.writes.tile[self.rows]]
         self._other = other[self.rows]
-        self._length = plan.writes.length[self.rows]
+        self._length = nbytes[self.rows]
 
     def of_round(self, number: int, world_size: int, rank: int) -> tuple[list[int], IntArray, IntArray]:
         """``(bytes per other rank with its mark, rows, byte offset of each row in the round's buffer)``."""
@@ -151,10 +153,10 @@ class _Runner:
         self, plan: Plan, plan_schedule: Schedule, store: Store, landings: Mapping[int, Landing], group: Group
     ) -> None:
         self._plan, self._schedule, self._group, self._landings = plan, plan_schedule, group, landings
-        writes = plan.writes
+        writes, self._nbytes = plan.writes, packed_nbytes(plan)
         reader, target = plan_schedule.reader[writes.tile], writes.file.astype(np.int64)
-        self._out = _Traffic(plan, plan_schedule, (reader == group.rank) & (target != group.rank), target)
-        self._in = _Traffic(plan, plan_schedule, (reader != group.rank) & (target == group.rank), reader)
+        self._out = _Traffic(plan, plan_schedule, self._nbytes, (reader == group.rank) & (target != group.rank), target)
+        self._in = _Traffic(plan, plan_schedule, self._nbytes, (reader != group.rank) & (target == group.rank), reader)
         self._filler = Filler(plan, store, landings, self._take)
         self._sending: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._offset_of_row: dict[int, int] = {}
@@ -195,7 +197,7 @@ class _Runner:
 
     def _take(self, row: int, elements: npt.NDArray[Any]) -> None:
         at = self._offset_of_row[row]
-        space = self._sending[at : at + int(self._plan.writes.length[row])]
+        space = self._sending[at : at + int(self._nbytes[row])]
         space.view(elements.dtype).reshape(elements.shape)[...] = elements
 
     def carry_round(self, number: int, sent: torch.Tensor, sent_splits: list[int]) -> bool:
@@ -220,7 +222,7 @@ class _Runner:
         try:
             for row, at in zip(rows.tolist(), offsets.tolist(), strict=True):
                 dtype = plan.source.tensors.dtypes[int(plan.tiles.tensor[plan.writes.tile[row]])]
-                elements = content[at : at + int(plan.writes.length[row])].view(bit_dtype(dtype))
+                elements = content[at : at + int(self._nbytes[row])].view(bit_dtype(dtype))
                 put_piece(self._landings[int(plan.writes.chunk[row])], plan, row, elements, dtype)
         except Exception as error:  # noqa: BLE001 - marked in the next round, raised on every rank
             self.failure = error

@@ -61,12 +61,21 @@ class Group:
         found: list[float] = numbers.tolist()
         return found
 
-    def gather(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives."""
+    def gather(self, rows: npt.NDArray[np.int64], failure: BaseException | None = None) -> list[npt.NDArray[np.int64]]:
+        """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives.
+
+        Raises:
+            CkptError: some rank has a ``failure``; its rows are not looked at.
+        """
         if self.size == 1:
+            self.agree(failure)
             return [rows]
         width = rows.shape[1]
-        counts = self._all_gather(np.array([len(rows)], dtype=np.int64)).reshape(-1).tolist()
+        header = np.array([len(rows), failure is not None], dtype=np.int64)
+        headers = self._all_gather(header).reshape(-1, 2)
+        if headers[:, 1].any():
+            self._raise_first(failure)
+        counts = headers[:, 0].tolist()
         padded = np.zeros((max(counts), width), dtype=np.int64)
         padded[: len(rows)] = rows
         if not padded.size:
@@ -108,18 +117,22 @@ class Group:
             raise _rebuilt(received.decode(), 0, self.size, 0) from failure
         return received
 
-    def agree(self, failure: BaseException | None) -> None:
-        """Return when no rank has failed, else raise the first failure on every rank. One collective when all is well.
+    def agree(self, failure: BaseException | None, values: Sequence[float] = ()) -> list[float]:
+        """The largest of ``values`` of any rank, for each position, when no rank has failed. One collective then.
 
         Raises:
-            CkptError: of the class that was raised there, where it is one of ours.
+            CkptError: some rank has failed: the first one's error, on every rank, of its class where that is ours.
         """
         if self.size == 1:
             if failure is not None:
                 raise failure
-            return
-        if not self.largest([float(failure is not None)])[0]:
-            return
+            return list(values)
+        is_failed, *largest = self.largest([float(failure is not None), *values])
+        if is_failed:
+            self._raise_first(failure)
+        return largest
+
+    def _raise_first(self, failure: BaseException | None) -> None:
         texts = self.gather_texts("" if failure is None else _described(failure))
         failed = [rank for rank, text in enumerate(texts) if text]
         raise _rebuilt(texts[failed[0]], failed[0], self.size, len(failed) - 1) from failure

@@ -23,7 +23,7 @@ from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.storage.store import Store
 
-__all__ = ["Filler", "Landing", "Memory", "PieceTaker", "box_rows", "put_piece", "rank_manifest"]
+__all__ = ["Filler", "Landing", "Memory", "PieceTaker", "box_rows", "packed_nbytes", "put_piece", "rank_manifest"]
 
 
 class Memory(Protocol):
@@ -93,6 +93,13 @@ def put_piece(landing: Landing, plan: Plan, row: int, elements: npt.NDArray[Any]
     landing.memory.put(index, piece)
 
 
+def packed_nbytes(plan: Plan) -> IntArray:
+    """int64[m]: bytes of the elements of each written piece, wherever its landing puts them."""
+    bits = plan.source.tensors.bits[plan.tiles.tensor[plan.writes.tile]]
+    nbytes: IntArray = np.prod(plan.writes.sizes, axis=1, dtype=np.int64) * bits // 8
+    return nbytes
+
+
 class PieceTaker(Protocol):
     """Takes the pieces of a tile that are for other ranks."""
 
@@ -155,7 +162,7 @@ class Filler:
             landing = self._landings.get(chunk)
             if landing is None or landing.memory.array is None or landing.dtype != dtype:
                 continue
-            if int(writes.length[row]) != int(plan.tiles.nbytes[tile]):
+            if not np.array_equal(writes.sizes[row], plan.tiles.sizes[tile]):
                 continue
             start = (writes.offsets[row] - plan.target.chunks.offsets[chunk])[: landing.box.ndim].tolist()
             sizes = writes.sizes[row, : landing.box.ndim].tolist()

@@ -34,6 +34,8 @@ class PlanLimits:
     """About this many bytes are executed and journaled together."""
     in_file_order: bool = False
     """Fill every target file from its first byte to its last, for storage without seek; may read some bytes twice."""
+    one_read_per_tile: bool = False
+    """Cut tiles where the source's chunks end, so that each can be read by another process."""
 
 
 def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan:
@@ -57,6 +59,8 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan
 
     reads = join_boxes(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
     _check_covered(source, available.boxes, reads, tiles)
+    if limits.one_read_per_tile:
+        tiles, tile_region, reads = _cut_at_chunks(source, tiles, tile_region, reads)
     writes = join_boxes(
         Boxes(region_of_chunk, needed.offsets, needed.sizes), Boxes(tile_region, tiles.offsets, tiles.sizes)
     )
@@ -213,6 +217,18 @@ def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles,
     n_units = max(1, int(-(-int(nbytes.sum()) // limits.unit_bytes)))
     bounds = np.unique(split_evenly(nbytes, n_units))
     return Tiles(regions.key[cut.key], cut.offsets, cut.sizes, nbytes, bounds), cut.key
+
+
+def _cut_at_chunks(
+    source: Manifest, tiles: Tiles, tile_region: IntArray, reads: Pairs
+) -> tuple[Tiles, IntArray, Pairs]:
+    """The overlaps of tiles and chunks as tiles of their own, in one unit, and the join with them."""
+    bits = source.tensors.bits[tiles.tensor[reads.right]]
+    nbytes = reads.volume * bits // 8
+    cut = Tiles(
+        tiles.tensor[reads.right], reads.offsets, reads.sizes, nbytes, np.array([0, len(reads)], dtype=np.int64)
+    )
+    return cut, tile_region[reads.right], Pairs(reads.left, np.arange(len(reads)), reads.offsets, reads.sizes)
 
 
 def _is_packed(chunks: ChunkTable) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,140 @@
+"""torchrun --nproc_per_node=4 load_job.py FOLDER MEGABYTES ROUNDS: loads beside ``dcp.load``, in turns, from one save.
+
+The saved state is what FSDP2 and Adam have of a row of linear layers: weights and two moments, ``Shard(0)``. Rank 0
+prints one JSON line for each layout and loader: seconds of all rounds, each the longest of any rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
+
+import ckpt_tool
+
+WIDTH = 1024
+
+
+def build(mesh: DeviceMesh, megabytes: float, placement: Placement | None, *, is_random: bool) -> dict[str, Any]:
+    """A nested state: layers of WIDTH x WIDTH, DTensors of one placement, or plain tensors for None."""
+    n_layers = max(1, int(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
+
+    def tensor() -> torch.Tensor:
+        if placement is None:
+            return torch.zeros(WIDTH, WIDTH)
+        made = zeros((WIDTH, WIDTH), device_mesh=mesh, placements=[placement])
+        if is_random:
+            made.to_local().normal_()
+        return made
+
+    names = [f"layers.{i}.weight" for i in range(n_layers)]
+    return {
+        "model": {name: tensor() for name in names},
+        "optim": {"state": {name: {slot: tensor() for slot in ("exp_avg", "exp_avg_sq")} for name in names}},
+    }
+
+
+def locals_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Local tensors, in order."""
+    found = []
+    for value in state.values():
+        if isinstance(value, dict):
+            found += locals_of(value)
+        else:
+            found.append(value.to_local() if isinstance(value, DTensor) else value)
+    return found
+
+
+def slowest(seconds: float) -> float:
+    """The longest time of any rank."""
+    number = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return float(number)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds until the last rank is done."""
+    dist.barrier()
+    begun = time.perf_counter()
+    work()
+    return slowest(time.perf_counter() - begun)
+
+
+def read_bytes() -> int:
+    """Bytes that this process has asked the system to read."""
+    with open("/proc/self/io", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placement: Placement | None, n: int) -> None:
+    """All loaders in turns, and a check that they load the same bits."""
+    state = build(mesh, megabytes, placement, is_random=False)
+    spare = [tensor.clone() for tensor in locals_of(state)]
+
+    def copy() -> None:
+        for tensor, other in zip(locals_of(state), spare, strict=True):
+            tensor.copy_(other)
+
+    loaders: dict[str, Callable[[], Any]] = {
+        "memcpy of the state": copy,
+        "dcp.load": lambda: dcp.load(state, checkpoint_id=folder),
+        "ckpt_tool.load, auto": lambda: ckpt_tool.load(state, folder),
+        "ckpt_tool.load, none": lambda: ckpt_tool.load(state, folder, exchange="none"),
+        "ckpt_tool.load, all-to-all": lambda: ckpt_tool.load(state, folder, exchange="all-to-all"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in loaders}
+    nbytes = dict.fromkeys(loaders, 0)
+    expected: list[torch.Tensor] = []
+    for number in range(n + 1):
+        for name, loader in loaders.items():
+            if name != "memcpy of the state":
+                for tensor in locals_of(state):
+                    tensor.zero_()
+            before = read_bytes()
+            took = timed(loader)
+            total = torch.tensor(read_bytes() - before)
+            dist.all_reduce(total)
+            nbytes[name] = int(total)
+            if number:
+                seconds[name].append(took)
+            elif name == "dcp.load":
+                expected = [tensor.clone() for tensor in locals_of(state)]
+            elif name != "memcpy of the state":
+                equal = all(a.equal(b) for a, b in zip(expected, locals_of(state), strict=True))
+                if not equal:
+                    raise SystemExit(f"{name} differs from dcp.load for {layout}")
+    if dist.get_rank() == 0:
+        for name, times in seconds.items():
+            row = {
+                "layout": layout, "loader": name, "min_s": min(times), "median_s": statistics.median(times),
+                "read_mb": nbytes[name] / 1e6,
+            }  # fmt: skip
+            print("ROW " + json.dumps(row), flush=True)
+
+
+def main(folder: str, megabytes: float, n_rounds: int) -> None:
+    """Save once, then compare for each layout."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not os.path.exists(os.path.join(folder, ".metadata")):
+        dcp.save(build(mesh, megabytes, Shard(0), is_random=True), checkpoint_id=folder)
+    compare(folder, mesh, megabytes, "rows to the same rows", Shard(0), n_rounds)
+    compare(folder, mesh, megabytes, "rows to columns", Shard(1), n_rounds)
+    compare(folder, mesh, megabytes, "rows to replicas", Replicate(), n_rounds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
