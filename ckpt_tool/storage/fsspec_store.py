@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.fetch import fetch_all
-from ckpt_tool.storage.remote import failure_of, open_remote, retried, shown
+from ckpt_tool.storage.remote import failure_of, modified_of, open_remote, retried, shown
 from ckpt_tool.storage.store import Listing, ReadCost
 from ckpt_tool.storage.urls import check_path, join_url, scheme_of, split_url
 
@@ -55,7 +55,8 @@ class FsspecStore:
         """
         with self._lock:
             if self._listing is None:
-                self._listing = Listing(self.url, dict(sorted(self._sizes().items())), self._entry)
+                sizes, modified = self._files()
+                self._listing = Listing(self.url, dict(sorted(sizes.items())), self._entry, modified)
             return self._listing
 
     def read(self, path: str, offset: int, length: int) -> bytes:
@@ -154,7 +155,8 @@ class FsspecStore:
             raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
         return where
 
-    def _sizes(self) -> dict[str, int]:
+    def _files(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Size, and time of the last change where the server tells it, of each file."""
         found: list[dict[str, Any]]
         # fsspec keeps listings; the one from before a file was written elsewhere is wrong.
         self._fs.invalidate_cache()
@@ -165,6 +167,7 @@ class FsspecStore:
         else:
             found = retried(lambda: self._fs.ls(self._root, detail=True), where=self.url)
         sizes: dict[str, int] = {}
+        modified: dict[str, float] = {}
         for info in found:
             if not info["name"].startswith(f"{self._root}/"):
                 if info["name"] == self._root:
@@ -175,11 +178,14 @@ class FsspecStore:
             if info.get("type") == "file" and path and "?" not in path and not path.endswith("/"):
                 size = info.get("size")
                 sizes[path] = int(size) if size is not None else self._required_size(path)
+                seconds = modified_of(info)
+                if seconds is not None:
+                    modified[path] = seconds
         if self._entry is not None and self._entry not in sizes:
             sizes[self._entry] = self._required_size(self._entry)
         if not sizes:
             raise NotFound("nothing is here", where=self.url)
-        return sizes
+        return sizes, modified
 
     def _required_size(self, path: str) -> int:
         where = join_url(self.url, path)

@@ -132,15 +132,20 @@ class LocalStore:
     @cached_property
     def _listing(self) -> Listing:
         sizes: dict[str, int] = {}
-        for path, nbytes in self._walk():
-            sizes[path] = nbytes
+        modified: dict[str, float] = {}
+        empty: list[str] = []
+        for path, found in self._walk():
+            if found is None:
+                empty.append(path)
+                continue
+            sizes[path], modified[path] = found.st_size, found.st_mtime
             if len(sizes) > MAX_FILES:
                 hint = "name a folder further down"
                 raise UsageError(f"has more than {MAX_FILES:,} files below it", where=self.url, hint=hint)
-        return Listing(self.url, dict(sorted(sizes.items())), self._entry)
+        return Listing(self.url, dict(sorted(sizes.items())), self._entry, modified, tuple(sorted(empty)))
 
-    def _walk(self) -> Iterator[tuple[str, int]]:
-        """Relative path and size of each file: real folders first, linked ones after all of them."""
+    def _walk(self) -> Iterator[tuple[str, os.stat_result | None]]:
+        """Relative path and state of each file, None for an empty folder; real folders before linked ones."""
         seen: set[str] = set()
         folders, linked = [""], list[str]()
         while folders or linked:
@@ -149,7 +154,10 @@ class LocalStore:
             if real in seen or not self._is_inside(real):
                 continue
             seen.add(real)
-            for entry in self._scan(folder):
+            entries = self._scan(folder)
+            if folder and not entries:
+                yield folder, None
+            for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 try:
                     if entry.is_dir():
@@ -158,7 +166,7 @@ class LocalStore:
                         if not is_deep and entry.name != "lost+found":
                             (linked if entry.is_symlink() else folders).append(path)
                     elif entry.is_file():
-                        yield path, entry.stat().st_size
+                        yield path, entry.stat()
                 except OSError as error:
                     if error.errno not in {errno.ENOENT, errno.ELOOP}:  # removed since, a link to nothing or to itself
                         raise _failure(error, join_url(self.url, path)) from error

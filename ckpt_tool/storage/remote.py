@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
@@ -17,7 +18,7 @@ from fsspec.core import url_to_fs
 from ckpt_tool.errors import CkptError, NotFound, StorageError, UsageError
 from ckpt_tool.storage.urls import scheme_of
 
-__all__ = ["attempt", "failure_of", "open_remote", "retried", "shown"]
+__all__ = ["attempt", "failure_of", "modified_of", "open_remote", "retried", "shown"]
 
 Result = TypeVar("Result")
 
@@ -81,6 +82,26 @@ def shown(url: str) -> str:
     if scheme_of(url) in {"http", "https"}:
         path = path.partition("?")[0]
     return f"{head}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def modified_of(info: Mapping[str, Any]) -> float | None:
+    """When a listed file was last written, in seconds since 1970; every file system calls it otherwise.
+
+    >>> modified_of({"name": "a", "mtime": 5}), modified_of({"LastModified": "1970-01-01T00:00:07Z"})
+    (5.0, 7.0)
+    """
+    for key in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
+        value = info.get(key)
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+            except ValueError:
+                continue
+        if isinstance(value, datetime):
+            value = (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
 
 
 def failure_of(error: Exception, where: str) -> CkptError | None:

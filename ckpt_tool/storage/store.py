@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -36,6 +36,10 @@ class Listing:
     entry: str | None = None
     """The one file that the user named, when the URL was a file: ``url`` is then its folder and ``sizes`` has only it
     and its siblings."""
+    modified: dict[str, float] = field(default_factory=dict)
+    """When each file was last written, in seconds since 1970, where the storage tells."""
+    empty: tuple[str, ...] = ()
+    """Folders that nothing lies in, where the storage has folders."""
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

@@ -217,3 +217,13 @@ def test_missing_root(tmp_path: Path) -> None:
     """A folder that is gone is not found."""
     with pytest.raises(NotFound, match="none"):
         LocalStore(str(tmp_path / "none")).listing()
+
+
+def test_listing_tells_times_and_empty_folders(tmp_path: Path) -> None:
+    """A listing says when each file was written, and which folders hold nothing."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/f").write_bytes(b"x")
+    os.utime(tmp_path / "c/f", (1000, 2000))
+    listing = LocalStore(str(tmp_path)).listing()
+    assert (listing.modified, listing.empty) == ({"c/f": 2000.0}, ("a/b",))
