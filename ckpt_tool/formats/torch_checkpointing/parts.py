@@ -23,7 +23,7 @@ from ckpt_tool.formats._torch_file.rows import StoragePlace
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.torch_checkpointing.files import SAFETENSORS, TORCH, StoredFile
 from ckpt_tool.formats.torch_checkpointing.metadata import Group, Saved
-from ckpt_tool.formats.torch_checkpointing.sharding import place_tensor
+from ckpt_tool.formats.torch_checkpointing.sharding import TensorPlacements
 from ckpt_tool.manifest.model import FileEntry, KeyPath
 from ckpt_tool.manifest.tables import packed_strides
 
@@ -99,11 +99,15 @@ def placed_by(opened: Opened, saved: Saved | None) -> PlacedBy:
     """How to place the entries of ``opened``: see the module."""
     items = {part.where: file for part, file in zip(opened.parts, opened.files, strict=True)}
     own = _kept_apart(opened, saved)
+    read: dict[int, TensorPlacements] = {}
 
     def placed(part: Part, entry: Entry) -> list[tuple[str, KeyPath, Placed]] | None:
         groups = _groups(saved, items[part.where], entry)
         if groups is not None and part.rank is not None:
-            return [(entry.fqn, entry.path, place_tensor(entry.value, groups, part.rank))]
+            placements = read.get(id(groups))
+            if placements is None:
+                placements = read[id(groups)] = TensorPlacements(groups)
+            return [(entry.fqn, entry.path, placements.place(entry.value, part.rank))]
         found = by_itself(part, entry)
         if found is None or part.rank is None or entry.fqn not in own:
             return found

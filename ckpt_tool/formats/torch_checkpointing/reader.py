@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
+from ckpt_tool.formats._dcp.metadata import collector_paused
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head
 from ckpt_tool.formats._torch_file.assemble import assemble
@@ -75,8 +76,9 @@ class TorchCheckpointingReader:
         found = find_files(source.listing, saved)
         if saved is None and not found.files:
             raise NotFound(f"no {METADATA_NAME} and no <item>_<rank>.pt", where=source.listing.url)
-        opened = open_files(source, found.files, saved)
-        assembly = assemble(opened.parts, section_of, placed_by(opened, saved))
+        with collector_paused():
+            opened = open_files(source, found.files, saved)
+            assembly = assemble(opened.parts, section_of, placed_by(opened, saved))
         for path in opened.safetensors:
             assembly.rows.add_file(FileEntry(path, source.listing.nbytes(path)))
         assembly.blobs += [_blob(file, source) for file in found.files if file.serialization in _KINDS]

@@ -317,4 +317,4 @@ def test_explicit_boxes() -> None:
         placement_of(root)["data"]["global_offsets"] = [[8, 0]]
 
     error = refusal(edited(files_of(UNEVEN), outside))
-    assert error.message == "the box [8:10, 0:4] of [9, 4], [0:2, 0:4] of the stored [2, 4], lies outside"
+    assert error.message == "the box [8:10, 0:4] of [9, 4], [0:2, 0:4] of the stored tensor, lies outside"

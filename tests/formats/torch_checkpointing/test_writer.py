@@ -23,7 +23,7 @@ from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.torch_checkpointing.grids import Grid, grid_of
 from ckpt_tool.formats.torch_checkpointing.metadata import load_metadata
 from ckpt_tool.formats.torch_checkpointing.reader import READER
-from ckpt_tool.formats.torch_checkpointing.sharding import place_tensor
+from ckpt_tool.formats.torch_checkpointing.sharding import TensorPlacements
 from ckpt_tool.formats.torch_checkpointing.writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import chunk_bounds
@@ -144,7 +144,7 @@ def test_a_grid_says_where_its_boxes_are(made: tuple[tuple[int, ...], list[tuple
     saved = load_metadata(next(segment.data for segment in layout.segments if segment.path == "metadata.pkl"))
     groups = saved.items["m"].groups["w",]
     for box, rank in boxes:
-        placed = place_tensor(fresh_tensor(0, dtype("int8"), box.sizes), groups, rank)
+        placed = TensorPlacements(groups).place(fresh_tensor(0, dtype("int8"), box.sizes), rank)
         assert [piece.box for piece in placed.pieces] == [box]
 
 
