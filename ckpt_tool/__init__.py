@@ -25,6 +25,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     "plan_reshard": ("ckpt_tool.api.reshard", "prepare_reshard"),
     "reshard": ("ckpt_tool.api.reshard", "reshard"),
     "shard_map": ("ckpt_tool.api.shard_map", "shard_map"),
+    "stream": ("ckpt_tool.api.stream", "stream"),
     "verify": ("ckpt_tool.api.verify", "verify"),
 }
 
