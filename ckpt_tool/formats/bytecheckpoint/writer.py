@@ -236,7 +236,10 @@ def _extra_files(plan: _Plan) -> list[WrittenFile]:
 
 
 def _extra_objects(blobs: Sequence[Blob]) -> Iterator[tuple[KeyPath, Any, int | None]]:
-    """Keys, value and rank of each object of extra state; what all ranks saved alike belongs to every rank."""
+    """Keys, value and rank of each object of extra state.
+
+    A rank owns what is named for it (``rng@rank3``), and its copy where copies differ; the rest belongs to every rank.
+    """
     copies: dict[str, list[Blob]] = {}
     for blob in blobs:
         if _blob_key(blob).section == "extra_state":
@@ -245,10 +248,8 @@ def _extra_objects(blobs: Sequence[Blob]) -> Iterator[tuple[KeyPath, Any, int | 
         path = _blob_key(held[0]).path
         values = [blob_entry(blob)[1] for blob in held]
         named, _ = rank_of(held[0].path or (held[0].fqn,))
-        if named is not None:
+        if all(same_value(values[0], value) for value in values[1:]):
             yield path, values[0], named
-        elif all(same_value(values[0], value) for value in values[1:]) and (len(held) > 1 or held[0].rank is None):
-            yield path, values[0], None
         else:
             yield from ((path, value, blob.rank) for blob, value in zip(held, values, strict=True))
 

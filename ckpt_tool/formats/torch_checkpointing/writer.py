@@ -269,9 +269,9 @@ def _whole_row(plan: _Plan, number: int) -> int:
 
 
 def _objects(blobs: Sequence[Blob]) -> Iterator[tuple[str, KeyPath, Any, int | None]]:
-    """Item, keys, value and rank of each object; what all ranks saved alike belongs to every rank.
+    """Item, keys, value and rank of each object.
 
-    An object of one rank has the rank in its record, or in its name (``rng@rank3``) where names are to be unique.
+    A rank owns what is named for it (``rng@rank3``), and its copy where copies differ; the rest belongs to every rank.
     """
     copies: dict[str, list[Blob]] = {}
     for blob in blobs:
@@ -281,11 +281,8 @@ def _objects(blobs: Sequence[Blob]) -> Iterator[tuple[str, KeyPath, Any, int | N
         section = section_of(path, held[0].fqn)
         item, keys = item_of("other" if section == "model" and "." not in str(path[0]) else section, path)
         values = [blob_entry(blob)[1] for blob in held]
-        is_shared = all(same_value(values[0], value) for value in values[1:])
-        if named is not None:
+        if all(same_value(values[0], value) for value in values[1:]):
             yield item, keys, values[0], named
-        elif is_shared and (len(held) > 1 or held[0].rank is None):
-            yield item, keys, values[0], None
         else:
             yield from ((item, keys, value, blob.rank) for blob, value in zip(held, values, strict=True))
 
