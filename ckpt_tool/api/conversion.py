@@ -35,7 +35,7 @@ __all__ = [
     "default_workers",
 ]
 
-_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files"})
+_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist"})
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 
-__all__ = ["Carried", "by_name", "carry_rank_state"]
+__all__ = ["Carried", "by_name", "carry_rank_state", "without"]
 
 # torchtitan: `dataloader.dp_rank_3`; Megatron and others: `rng_state.rank_3`, `rng.rank3`; this tool: `name@rank3`.
 _RANK_STATE = re.compile(
@@ -80,6 +80,16 @@ def carry_rank_state(
         manifest if len(kept) == len(manifest.tensors) else only_tensors(manifest, kept),
         tuple(blob for row, blob in enumerate(blobs) if row not in objects or blob.fqn not in moved),
         tuple(Dropped(fqn, why) for fqn, why in moved.items()),
+    )
+
+
+def without(manifest: Manifest, blobs: Sequence[Blob], why: Mapping[str, str]) -> Carried:
+    """All but the tensors and objects that ``why`` names, with its reasons."""
+    kept = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in why]
+    return Carried(
+        only_tensors(manifest, kept),
+        tuple(blob for blob in blobs if blob.fqn not in why),
+        tuple(Dropped(fqn, reason) for fqn, reason in why.items()),
     )
 
 

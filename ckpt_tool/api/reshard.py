@@ -19,12 +19,12 @@ from ckpt_tool.api.conversion import (
     default_workers,
     whole_boxes,
 )
-from ckpt_tool.api.rank_state import by_name, carry_rank_state
+from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import LayoutError, UsageError
-from ckpt_tool.formats.base import BoxTable, WriterOptions
+from ckpt_tool.formats.base import BoxTable, PlacingWriter, Writer, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.family import detect_family
@@ -32,7 +32,7 @@ from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
 from ckpt_tool.layout.place import Placed, place
 from ckpt_tool.layout.rules import RuleSet, load_rules
 from ckpt_tool.layout.stages import StageOptions
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 
@@ -115,17 +115,14 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         )
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
-    carried = carry_rank_state(
-        selection.manifest,
-        checkpoint.load_blobs(),
-        dp_size=_data_size(target_mesh),
-        world_size=target_mesh.world_size,
-        policy=rank_state,
-    )
+    blobs = checkpoint.load_blobs()
+    carried = _carried(writer, selection.manifest, blobs, target_mesh, rank_state)
     manifest = carried.manifest
     tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
     notes: tuple[str, ...] = ()
-    if target_mesh.world_size == 1:
+    if isinstance(writer, PlacingWriter):
+        boxes = writer.place(tensors, _sizes(target_mesh), manifest.info)
+    elif target_mesh.world_size == 1:
         boxes = whole_boxes(tensors)
     else:
         needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
@@ -151,10 +148,10 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         tensors=tensors,
         boxes=boxes,
         mesh=target_mesh,
-        blobs=carried.blobs if writer.per_rank else by_name(carried.blobs),
+        blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
         dropped=(*selection.dropped, *carried.dropped),
         notes=notes,
-        options=WriterOptions(),
+        options=WriterOptions(vpp=vpp, first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers),
         execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
     )
 
@@ -170,6 +167,23 @@ def reshard(
     conversion = prepare_reshard(source, target, **options)
     with conversion.checkpoint:
         return conversion.run(progress)
+
+
+def _carried(
+    writer: Writer,
+    manifest: Manifest,
+    blobs: tuple[Blob, ...],
+    mesh: Mesh,
+    rank_state: Literal["keep", "drop"] | None,
+) -> Carried:
+    """What goes into the target: by the writer's own word, or by the policy for states of ranks."""
+    if isinstance(writer, PlacingWriter):
+        return without(manifest, blobs, writer.left_out(manifest, blobs, _sizes(mesh), rank_state))
+    return carry_rank_state(manifest, blobs, dp_size=_data_size(mesh), world_size=mesh.world_size, policy=rank_state)
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return dict(zip(mesh.axes, mesh.sizes, strict=True))
 
 
 def _rules(

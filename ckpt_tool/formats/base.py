@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ __all__ = [
     "BoxTable",
     "Checksum",
     "LayOut",
+    "PlacingWriter",
     "Probe",
     "Reader",
     "Segment",
@@ -130,6 +131,12 @@ class WriterOptions:
     """Single-file formats: the name of the file, None for the format's usual one."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """safetensors: extra ``__metadata__``."""
+    vpp: int = 1
+    """Formats that record the mesh: model chunks per pipeline stage."""
+    first_stage_layers: int | None = None
+    """Likewise: layers of the first stage, None for an even spread."""
+    last_stage_layers: int | None = None
+    """Likewise: of the last stage."""
 
 
 @dataclass(frozen=True)
@@ -189,5 +196,44 @@ class Writer(Protocol):
 
         Raises:
             Unsupported: a dtype or an object that the format cannot hold; the message says which and what to do.
+        """
+        ...
+
+
+@runtime_checkable
+class PlacingWriter(Writer, Protocol):
+    """A writer of one program's own tree: it knows what the program has a place for, and how the program cuts tensors.
+
+    It is asked for both in place of rules and policies that are the same for all formats.
+    """
+
+    def left_out(
+        self,
+        source: Manifest,
+        blobs: Sequence[Blob],
+        mesh: Mapping[str, int],
+        rank_state: Literal["keep", "drop"] | None,
+    ) -> Mapping[str, str]:
+        """Tensors and objects that the target has no place for, by fqn, each with the reason.
+
+        Args:
+            source: what is to be written.
+            blobs: its objects, loaded.
+            mesh: sizes of the target's axes, in rank order, slowest first.
+            rank_state: what to do with states of single ranks; None for what suits the program.
+
+        Raises:
+            LayoutError: a fact is missing without which the program could not load the rest.
+            UsageError: states of ranks are to be kept, and the target has other ranks.
+        """
+        ...
+
+    def place(self, tensors: TensorTable, mesh: Mapping[str, int], info: Mapping[str, Any]) -> BoxTable:
+        """Boxes that cover each tensor once, by the rank whose file holds them.
+
+        Args:
+            tensors: what is left of the source's.
+            mesh: see above.
+            info: what the source says beyond tensors.
         """
         ...

@@ -1,0 +1,301 @@
+"""The writer of mcore's ``torch_dist`` checkpoints, as 0.19 writes them: any grid loads them, optimizer state included.
+
+The optimizer's state is written in the shape of the weights (``fully_reshardable``), whatever form the source has;
+that of a run without the distributed optimizer keeps its own, which any grid loads too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME
+from ckpt_tool.formats._dcp.metadata_pickle import WrittenItem
+from ckpt_tool.formats._dcp.placed_items import (
+    GrowingFiles,
+    PlacedItems,
+    check_dtypes,
+    place_boxes,
+    sealed,
+    written_tensors,
+)
+from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
+from ckpt_tool.formats.megatron.common_state import COMMON_OBJECT
+from ckpt_tool.formats.megatron.config import CONFIG_NAME
+from ckpt_tool.formats.megatron.location import TRACKER
+from ckpt_tool.formats.megatron.target_boxes import target_boxes, weight_key
+from ckpt_tool.formats.megatron.target_common import is_common, is_distributed, target_common
+from ckpt_tool.formats.megatron.target_grid import TargetGrid
+from ckpt_tool.formats.megatron.target_metadata import metadata_pickle
+from ckpt_tool.formats.megatron.target_objects import (
+    TargetObject,
+    extra_objects,
+    is_rng,
+    random_states,
+    rank_of,
+    shard_grid,
+    written_object,
+)
+from ckpt_tool.formats.megatron.target_optimizer import BUCKET_FACTS, SHARDED_PART
+from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+
+__all__ = ["WRITER", "MegatronDistWriter"]
+
+_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_FACTS_OF_PARAMETERS = ("optimizer", "param_state")
+"""Each parameter's step, which mcore up to 0.14 has besides the groups'."""
+
+
+class MegatronDistWriter:
+    """Lays out a run's folder: ``latest_checkpointed_iteration.txt`` and one iteration."""
+
+    name = "megatron-dist"
+    per_rank = False
+
+    def left_out(
+        self,
+        source: Manifest,
+        blobs: Sequence[Blob],
+        mesh: Mapping[str, int],
+        rank_state: Literal["keep", "drop"] | None,
+    ) -> Mapping[str, str]:
+        """What belongs to the source's grid alone.
+
+        Random states are kept when the target has as many stages and tensor-parallel ranks, unless they are to be
+        dropped.
+
+        Raises:
+            LayoutError: the optimizer's state could not be decoded.
+            UsageError: random states are to be kept, and the grid is another.
+        """
+        grid = TargetGrid.of(mesh)
+        named = [(meta.fqn, meta.path) for meta in source.tensors]
+        why = dict(_parts_of_ranks(named, blobs, grid))
+        undecoded = source.info.get("optimizer_undecoded")
+        strange = [fqn for fqn, path in named if fqn not in why and path[:1] != ("model",) and _is_bucket(fqn, path)]
+        if undecoded and strange:
+            raise LayoutError(
+                f"the optimizer's state is not in the shape of the weights: {undecoded}",
+                where=strange[0],
+                hint="write the weights alone: --include 'model.*'",
+            )
+        rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
+        reason = _why_no_rng(source, rng, grid, rank_state)
+        if reason is not None:
+            why |= dict.fromkeys(sorted(rng), reason)
+        elif rng:
+            n_experts = source.info.get("args", {}).get("expert_model_parallel_size") or 1
+            for fqn, _ in named:
+                if fqn in rng and rank_of(fqn) // grid.tp % n_experts:
+                    why[fqn] = "a random state of another expert-parallel rank than the first; Megatron keeps one"
+        return why
+
+    def place(self, tensors: TensorTable, mesh: Mapping[str, int], info: Mapping[str, Any]) -> BoxTable:
+        """Boxes by layer and expert, and by tensor-parallel rank where a rule knows the weight."""
+        return target_boxes(tensors, TargetGrid.of(mesh), info.get("args", {}))
+
+    def lay_out(self, request: WriteRequest) -> LayOut:
+        """The folder; the tracker is written last.
+
+        Raises:
+            Unsupported: the source is not Megatron's, or torch cannot hold a dtype or object of it.
+        """
+        check_dtypes(request.tensors)
+        grid = TargetGrid.of_request(request)
+        iteration, folder = _iteration(request.info)
+        paths: Sequence[KeyPath] = request.tensors.paths or [(fqn,) for fqn in request.tensors.fqns]
+        objects = list(extra_objects(request))
+        own_states = list(random_states(request, grid))
+        has_rng = bool(own_states) or any(shard_grid(one.key) is not None for one in objects)
+        common = target_common(request, grid, has_rng=has_rng, iteration=iteration or 0)
+        state = written_object(COMMON_OBJECT, [common.root], request.tensors, common.rows)
+        files = _Files(folder)
+        for one, rows in [(o, ()) for o in objects] + [*own_states, (state, common.rows)]:
+            files.add(one, rows)
+        layout = _laid_out(self.name, request, files, paths, common.notes)
+        text = "release" if folder == "release" else str(iteration)
+        entries = FileTable((*layout.manifest.files, FileEntry(TRACKER, len(text))))
+        return LayOut(
+            layout.manifest.replace(files=entries),
+            (*layout.segments, Segment(TRACKER, 0, text.encode())),
+            TRACKER,
+            needs_crc32=True,
+            seal=layout.seal,
+        )
+
+
+WRITER = MegatronDistWriter()
+
+
+@dataclass
+class _Files:
+    """Files of the iteration while they grow, with the objects that are in them."""
+
+    folder: str
+    growing: GrowingFiles = field(default_factory=GrowingFiles)
+    objects: list[tuple[str, WrittenItem]] = field(default_factory=list)
+    embedded: list[tuple[WrittenItem, TargetObject]] = field(default_factory=list)
+    places: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """File and byte of the payload of each tensor that is inside of an object."""
+
+    def path(self, rank: int) -> str:
+        """A rank's file, in the iteration's folder."""
+        return f"__{rank}_0.distcp"
+
+    def add(self, one: TargetObject, rows: Sequence[int]) -> None:
+        """An object, at the end of the first rank's file."""
+        if one.file is None:
+            self.objects.append((one.key, self.growing.append(self.path(0), one.data)))
+            return
+        nbytes = one.file.zip.nbytes
+        item = WrittenItem(self.path(0), self.growing.extend(self.path(0), nbytes), nbytes)
+        self.objects.append((one.key, item))
+        self.embedded.append((item, one))
+        parts = [*one.file.heads(), *one.file.tail_without_checksums()]
+        self.growing.segments += [Segment(item.path, item.offset + part.offset, part.data) for part in parts]
+        for row, offset in zip(rows, one.file.payload_offsets, strict=True):
+            self.places[row] = (item.path, item.offset + offset)
+
+
+def _laid_out(
+    name: str, request: WriteRequest, files: _Files, paths: Sequence[KeyPath], notes: Sequence[str]
+) -> LayOut:
+    """All but the tracker."""
+    tensors, boxes, growing = request.tensors, request.boxes, files.growing
+    is_inside = np.isin(boxes.tensor, np.array(list(files.places), dtype=np.int64))
+    apart = np.flatnonzero(~is_inside)
+    own = BoxTable(boxes.tensor[apart], boxes.offsets[apart], boxes.sizes[apart], boxes.rank[apart])
+    placed = place_boxes(tensors, own, growing, files.path, files.places)
+    slot = "param" if is_distributed(request.info) else "fp32_param"
+    names = [(_stored_key(fqn, path, slot), path) for fqn, path in zip(tensors.fqns, paths, strict=True)]
+    written = written_tensors(tensors, own, placed, names, files.places)
+    known = {METADATA_NAME: metadata_pickle(written, files.objects), CONFIG_NAME: json.dumps(_CONFIG).encode()}
+    for file_name, data in known.items():
+        growing.append(file_name, data)
+    manifest = Manifest(
+        name,
+        "",
+        tensors,
+        _chunks(request, files, placed, apart, is_inside),
+        FileTable(tuple(FileEntry(f"{files.folder}/{path}", nbytes) for path, nbytes in growing.nbytes.items())),
+        blobs=tuple(
+            Blob(key, "torch_save", FileRange(f"{files.folder}/{item.path}", item.offset, item.length), path=(key,))
+            for key, item in files.objects
+        ),
+        info=dict(request.info),
+        notes=tuple(notes),
+    )
+
+    def ends(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
+        yield from sealed(placed, crc32s[apart])
+        by_tensor = dict(zip(boxes.tensor[is_inside].tolist(), crc32s[is_inside].tolist(), strict=True))
+        of_rows = [by_tensor.get(row, 0) for row in range(len(tensors))]
+        for item, one in files.embedded:
+            for part in one.file.tail(of_rows) if one.file is not None else ():
+                yield Segment(item.path, item.offset + part.offset, part.data)
+
+    return LayOut(
+        manifest,
+        tuple(_below(files.folder, growing.segments)),
+        None,
+        needs_crc32=True,
+        seal=lambda crc32s: _below(files.folder, ends(crc32s)),
+    )
+
+
+def _below(folder: str, segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Segments of the iteration's files, as the target has them."""
+    return (Segment(f"{folder}/{part.path}", part.offset, part.data) for part in segments)
+
+
+def _chunks(
+    request: WriteRequest, files: _Files, placed: PlacedItems, apart: IntArray, is_inside: npt.NDArray[np.bool_]
+) -> ChunkTable:
+    """One chunk for each box of the request."""
+    boxes = request.boxes
+    number = {path: row for row, path in enumerate(files.growing.nbytes)}
+    file, offset, length = (np.zeros(len(boxes), dtype=np.int64) for _ in range(3))
+    file[apart] = np.array([number[path] for path in placed.paths], dtype=np.int64)[placed.file]
+    offset[apart] = placed.item_offset + placed.head_nbytes
+    length[apart] = placed.payload_nbytes
+    for row in np.flatnonzero(is_inside).tolist():
+        tensor = int(boxes.tensor[row])
+        path, offset[row] = files.places[tensor]
+        file[row], length[row] = number[path], request.tensors.nbytes[tensor]
+    return ChunkTable.from_columns(
+        tensor=boxes.tensor, offsets=boxes.offsets, sizes=boxes.sizes, file=file, offset=offset, length=length,
+        rank=boxes.rank,
+    )  # fmt: skip
+
+
+def _stored_key(fqn: str, path: KeyPath, master_slot: str) -> str:
+    """What Megatron calls a tensor."""
+    key = weight_key(path)
+    if key is None:
+        return fqn
+    if path[0] == "model":
+        return key
+    return f"optimizer.state.{master_slot if path[2] == 'param' else path[2]}.{key}"
+
+
+def _iteration(info: Mapping[str, Any]) -> tuple[int | None, str]:
+    """The iteration, and the name of its folder."""
+    if str(info.get("folder", "")).rpartition("/")[2] == "release":
+        return None, "release"
+    step = info.get("step")
+    if type(step) is not int or step < 0:
+        raise Unsupported(
+            f"the iteration is not known (found {step!r}), by which Megatron finds a checkpoint",
+            hint="megatron-dist takes checkpoints of Megatron, whose common state has it",
+        )
+    return step, f"iter_{step:07d}"
+
+
+def _parts_of_ranks(
+    named: Sequence[tuple[str, KeyPath]], blobs: Sequence[Blob], grid: TargetGrid
+) -> Iterator[tuple[str, str]]:
+    """What describes the source's ranks, with the reason to leave it out; random states apart."""
+    for fqn, path in named:
+        if path[:2] == _FACTS_OF_PARAMETERS:
+            yield fqn, "a parameter's own step; the groups of the optimizer have it"
+        elif is_common(fqn, path) and path[0] == "optimizer" and type(path[1]) is int and path[1] and grid.ep == 1:
+            yield fqn, "of the experts' optimizer; without expert parallelism there is one optimizer"
+    for blob in blobs:
+        match = SHARDED_PART.fullmatch(blob.fqn)
+        if match is not None and match["name"] in BUCKET_FACTS:
+            yield blob.fqn, "describes the buckets of the source's ranks; the target has none"
+        elif blob.fqn.startswith("rerun_state_machine"):
+            yield blob.fqn, "the rerun state machine's, which Megatron ignores on another number of ranks"
+
+
+def _is_bucket(fqn: str, path: KeyPath) -> bool:
+    """Whether a tensor is optimizer state in another shape than the weights'."""
+    return weight_key(path) is None and not is_rng(fqn, path) and "optimizer" in fqn and path[-1] != "common_step"
+
+
+def _why_no_rng(
+    source: Manifest, rng: set[str], grid: TargetGrid, rank_state: Literal["keep", "drop"] | None
+) -> str | None:
+    """Why random states are left out, None to keep them."""
+    if not rng:
+        return None
+    args = source.info.get("args", {})
+    grids = {found for fqn in rng if (found := shard_grid(fqn)) is not None}
+    before = grids.pop() if len(grids) == 1 else (
+        args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
+    )  # fmt: skip
+    text = (
+        f"random states of {before[0]} stages x {before[1]} tensor-parallel ranks; the target has {grid.pp} x {grid.tp}"
+    )
+    if before != (grid.pp, grid.tp):
+        if rank_state == "keep":
+            raise UsageError(text, hint="say --rank-state drop: Megatron then starts them afresh")
+        return text
+    return "random states are to be dropped" if rank_state == "drop" else None
