@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
@@ -17,6 +17,7 @@ from ckpt_tool.api.conversion import (
     default_workers,
     whole_boxes,
 )
+from ckpt_tool.api.hf_names import NamesOptions, with_hf_names
 from ckpt_tool.api.names import module_names, renamed, tied_groups
 from ckpt_tool.api.rank_state import by_name
 from ckpt_tool.api.selection import select_tensors
@@ -40,6 +41,10 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     to: str = "safetensors",
     everything: bool = False,
     names: Literal["source", "hf"] = "hf",
+    family: str = "auto",
+    naming: str | os.PathLike[str] | None = None,
+    facts: Mapping[str, int] | None = None,
+    true_vocab: int | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dtype: str | None = None,
@@ -59,7 +64,13 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         target: folder, or a file where the name ends like one (``out.safetensors``, ``out.pt``).
         to: name of the target format.
         everything: all sections and objects, not the model's tensors alone.
-        names: ``source`` keeps full names; ``hf`` takes off the trainer's outer key and wrapper prefixes.
+        names: ``source`` keeps full names; ``hf`` gives those of transformers where ``family`` knows them, else takes
+            off the trainer's outer key and wrapper prefixes.
+        family: whose names Megatron's and torchtitan's become (``llama``, ``qwen_moe`` ...), ``auto`` to tell it from
+            the names, ``none`` for no other names.
+        naming: path of a TOML file with rules that go before the family's.
+        facts: numbers that such rules need and the checkpoint does not record (``heads``, ``kv_heads``).
+        true_vocab: rows of the vocabulary that are no padding.
         include: globs or ``re:`` patterns of tensors to take.
         exclude: globs or ``re:`` patterns of tensors to leave.
         dtype: cast the model's floating tensors; each cast is reported.
@@ -88,7 +99,15 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     manifest, tied_dropped, tied_notes = _without_tied(manifest, tied)
     dropped += tied_dropped
     notes += tied_notes
+    by_family = None
     if names == "hf":
+        options = NamesOptions(family, None if naming is None else _text_of(naming), facts, true_vocab)
+        by_family = with_hf_names(checkpoint, manifest, options, is_whole=not include and not exclude)
+    if by_family is not None:
+        manifest = by_family.manifest
+        dropped += by_family.dropped
+        notes += by_family.notes
+    elif names == "hf":
         paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
         manifest = renamed(manifest, dict(zip(manifest.tensors.fqns, module_names(paths), strict=True)))
     writer = writer_named(to)
@@ -127,6 +146,19 @@ def export(
     conversion = prepare_export(source, target, **options)
     with conversion.checkpoint:
         return conversion.run(progress)
+
+
+def _text_of(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The path and the text of a local file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return os.fspath(path), file.read()
+    except OSError as error:
+        raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error
 
 
 def _without_tied(manifest: Manifest, tied: str) -> tuple[Manifest, list[Dropped], list[str]]:

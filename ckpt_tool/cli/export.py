@@ -48,6 +48,30 @@ def export(
     names: Annotated[
         Names, typer.Option(help="Names as the model has them (hf), or as the checkpoint has them (source).")
     ] = Names.hf,
+    family: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Whose names those of Megatron and torchtitan become: llama, qwen_moe, mixtral; auto tells it from "
+            "the names, none keeps them.",
+        ),
+    ] = "auto",
+    naming: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Rules (TOML) for names, before the family's.", show_default=False),
+    ] = None,
+    fact: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="A number that names need and the checkpoint does not record: heads=32, kv_heads=8. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    true_vocab: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Rows of the vocabulary; those behind are padding.", show_default=False),
+    ] = None,
     include: Include = None,
     exclude: Exclude = None,
     dtype: Dtype = None,
@@ -77,6 +101,7 @@ def export(
     too: the plan's bytes, requests, memory, casts, dropped, notes.
     """
     from ckpt_tool.api.export import prepare_export
+    from ckpt_tool.api.hf_names import parse_facts
     from ckpt_tool.cli.conversion import run_conversion
 
     sink = output(json=json, quiet=quiet)
@@ -86,6 +111,10 @@ def export(
         to=to,
         everything=everything,
         names=names.value,
+        family=family,
+        naming=naming,
+        facts=parse_facts(fact or ()),
+        true_vocab=true_vocab,
         include=include or (),
         exclude=exclude or (),
         dtype=dtype,

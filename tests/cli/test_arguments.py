@@ -19,7 +19,8 @@ RESHARD = {
 }  # fmt: skip
 RUN = {"overwrite": False, "resume": False, "durable": True}
 EXPORT = {
-    "to": "safetensors", "everything": False, "names": "hf", "include": (), "exclude": (), "dtype": None,
+    "to": "safetensors", "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
+    "true_vocab": None, "include": (), "exclude": (), "dtype": None,
     "tied": "auto", "unequal": None, "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 
@@ -80,6 +81,8 @@ def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--all --names source --to dcp", {"everything": True, "names": "source", "to": "dcp"}),
         ("--max-shard-size 5GB --tied keep --unequal first",
          {"max_shard_nbytes": 5 * 10**9, "tied": "keep", "unequal": "first"}),
+        ("--family llama --naming f.toml --fact heads=4 --fact kv_heads=2 --true-vocab 100",
+         {"family": "llama", "naming": "f.toml", "facts": {"heads": 4, "kv_heads": 2}, "true_vocab": 100}),
         ("--include a --exclude b --dtype fp32", {"include": ["a"], "exclude": ["b"], "dtype": "fp32"}),
         ("--memory 2GiB --workers 1 --overwrite --resume --no-fsync",
          {"memory_budget_bytes": 2 * GIB, "n_workers": 1, "overwrite": True, "resume": True, "durable": False}),

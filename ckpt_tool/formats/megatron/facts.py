@@ -36,6 +36,7 @@ class Facts:
     ffn_hidden_size: int | None = None
     num_attention_heads: int | None = None
     num_query_groups: int | None = None
+    group_query_attention: bool | None = None
     kv_channels: int | None = None
     num_experts: int | None = None
     vocab_size: int | None = None
@@ -43,6 +44,8 @@ class Facts:
     make_vocab_size_divisible_by: int | None = None
     ddp_bucket_size: int | None = None
     swiglu: bool | None = None
+    rotary_interleaved: bool | None = None
+    apply_layernorm_1p: bool | None = None
     moe_grouped_gemm: bool | None = None
     untie_embeddings_and_output_weights: bool | None = None
     overlap_grad_reduce: bool | None = None

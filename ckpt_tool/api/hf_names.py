@@ -1,0 +1,212 @@
+"""Names of Hugging Face's models for a checkpoint of Megatron or torchtitan: which naming, with which facts.
+
+Facts are numbers that shapes alone do not tell (how many heads). They come from what the checkpoint itself records, or
+from the user; each is reported with where it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.api.conversion import Dropped
+from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.layout.naming import Fact, rename
+from ckpt_tool.layout.naming_match import Matched, NamingMatch, choose_naming, match_names
+from ckpt_tool.layout.naming_rules import load_naming
+from ckpt_tool.layout.views import apply_views
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.tables import SECTIONS
+
+__all__ = ["HfNames", "NamesOptions", "parse_facts", "with_hf_names"]
+
+# Fact: its name among Megatron's arguments, and in a Hugging Face config.
+_RECORDED = {
+    "heads": ("num_attention_heads", "num_attention_heads"),
+    "kv_heads": ("num_query_groups", "num_key_value_heads"),
+    "head_dim": ("kv_channels", "head_dim"),
+    "layers": ("num_layers", "num_hidden_layers"),
+    "experts": ("num_experts", None),
+    "tp": ("tensor_model_parallel_size", None),
+    "rotary_interleaved": ("rotary_interleaved", None),
+    "apply_layernorm_1p": ("apply_layernorm_1p", None),
+}
+_MAX_READ_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NamesOptions:
+    """What the user says of names."""
+
+    family: str = "auto"
+    """``auto``, ``none``, or the family whose names are wanted."""
+    naming: tuple[str, str] | None = None
+    """A file of rules that go before the family's: its path and its text."""
+    facts: Mapping[str, int] | None = None
+    true_vocab: int | None = None
+
+
+@dataclass(frozen=True)
+class HfNames:
+    """A manifest under other names, and what was done for it."""
+
+    manifest: Manifest
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+
+
+def parse_facts(texts: Iterable[str]) -> dict[str, int]:
+    """Facts as they are typed.
+
+    >>> parse_facts(["heads=32", "kv_heads=8"])
+    {'heads': 32, 'kv_heads': 8}
+
+    Raises:
+        UsageError: one is not ``NAME=N``.
+    """
+    facts: dict[str, int] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not (name.isidentifier() and number.isdecimal()):
+            raise UsageError(f"a fact is NAME=N, got {text!r}", hint="for example --fact heads=32")
+        facts[name] = int(number)
+    return facts
+
+
+def with_hf_names(
+    checkpoint: Checkpoint, manifest: Manifest, options: NamesOptions, *, is_whole: bool
+) -> HfNames | None:
+    """The model's tensors under Hugging Face's names; other tensors as they are. None when no naming fits.
+
+    Args:
+        checkpoint: the source.
+        manifest: the tensors to rename, resolved.
+        options: what the user says.
+        is_whole: no part of the model was left out on purpose, so that a missing layer is an error.
+
+    Raises:
+        LayoutError: see ``layout.naming``; a tensor without a name, a fact that is missing or contradicts a shape.
+        UsageError: facts were given, and no naming takes them.
+    """
+    model = SECTIONS.index("model")
+    is_model = (manifest.tensors.section == model).tolist()
+    fqns = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if wanted]
+    found = _naming(fqns, options)
+    if found is None:
+        _refuse_unused(options)
+        return None
+    matches = match_names(found.naming, fqns)
+    facts = dict(_facts(checkpoint.manifest, options.facts or {}))
+    vocab, vocab_notes = _true_vocab(checkpoint, matches, options.true_vocab)
+    facts |= vocab
+    everywhere = checkpoint.manifest.tensors
+    shapes = {fqn: everywhere.shape_of(row) for row, fqn in enumerate(everywhere.fqns)}
+    renaming = rename(found.naming, matches, shapes, facts, is_whole=is_whole)
+    kept = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if not wanted]
+    result = apply_views(manifest, renaming.views, keep=kept)
+    if result.tensors.paths is not None:
+        roots = tuple((view.fqn,) for view in renaming.views)
+        paths = (*roots, *result.tensors.paths[len(roots) :])
+        result = result.replace(tensors=replace(result.tensors, paths=paths))
+    notes = [f"{len(fqns):,} tensors become {len(renaming.views):,}: {found.evidence}", *renaming.notes, *vocab_notes]
+    notes += _output_layer_notes(checkpoint.manifest, {view.fqn for view in renaming.views}, is_whole=is_whole)
+    return HfNames(result, tuple(Dropped(fqn, why) for fqn, why in renaming.dropped), tuple(notes))
+
+
+def _naming(fqns: Sequence[str], options: NamesOptions) -> NamingMatch | None:
+    """The naming of the family, behind the user's own rules."""
+    own_text = options.naming
+    found = None
+    if options.family != "none":
+        found = choose_naming(fqns, family=None if options.family == "auto" else options.family)
+    if own_text is None:
+        return found
+    own = load_naming(own_text[1], source=own_text[0], base=None if found is None else found.naming)
+    return NamingMatch(own, f"rules of {own_text[0]}" + (f", then {found.evidence}" if found else ""))
+
+
+def _refuse_unused(options: NamesOptions) -> None:
+    given = [f"--fact {name}={value}" for name, value in (options.facts or {}).items()]
+    given += [] if options.true_vocab is None else [f"--true-vocab {options.true_vocab}"]
+    if given:
+        raise UsageError(
+            f"{given[0]} says something of a family's names, and none is known to fit",
+            hint="name the family with --family, or give rules with --naming FILE",
+        )
+
+
+def _facts(manifest: Manifest, given: Mapping[str, int]) -> Iterator[tuple[str, Fact]]:
+    """What the checkpoint records, overruled by what the user gives."""
+    args, config = manifest.info.get("args"), manifest.info.get("config")
+    args = args if isinstance(args, Mapping) else {}
+    config = config if isinstance(config, Mapping) else {}
+    for name, (in_args, in_config) in _RECORDED.items():
+        for table, key, where in ((args, in_args, "args"), (config, in_config, "config")):
+            value = table.get(key) if key is not None else None
+            if isinstance(value, int) and value >= 0:
+                yield name, Fact(int(value), f"{where}.{key} of the checkpoint")
+                break
+    # Megatron ignores num_query_groups (1 by default) without group_query_attention: every head is a group then.
+    has_no_groups = args.get("group_query_attention") is False or ("num_query_groups" not in args and args)
+    if has_no_groups and isinstance(args.get("num_attention_heads"), int):
+        yield "kv_heads", Fact(args["num_attention_heads"], "args of the checkpoint: no grouped queries")
+    for name, value in given.items():
+        if value < 1:
+            raise UsageError(f"--fact {name}={value} is no number above 0")
+        yield name, Fact(value, f"--fact {name}={value}")
+
+
+def _true_vocab(
+    checkpoint: Checkpoint, matches: Sequence[Matched], given: int | None
+) -> tuple[dict[str, Fact], list[str]]:
+    """How many rows of embedding and output layer are no padding, if that is given or proven; else a note.
+
+    ``args.vocab_size`` alone proves nothing: some tokenizers of Megatron add a token for the end of a document to it.
+    Rows from there on are padding when they are all zero. Reads these rows.
+    """
+    tables = {m.fqn: checkpoint.manifest.tensor(m.fqn) for m in matches if m.rule.rows == "vocab"}
+    if not tables:
+        return {}, []
+    n_rows = min(table.shape[0] for table in tables.values())
+    args = checkpoint.manifest.info.get("args")
+    said = args.get("vocab_size") if isinstance(args, Mapping) else None
+    if given is not None:
+        if not 0 < given <= n_rows:
+            raise LayoutError(f"--true-vocab {given:,} does not fit {n_rows:,} rows", where=next(iter(tables)))
+        return {"vocab": Fact(given, f"--true-vocab {given}")}, []
+    if said is None or said >= n_rows:
+        return {}, []
+    hint = f"--true-vocab {said} drops them"
+    nbytes = sum(table.dtype.nbytes((table.shape[0] - said) * table.shape[1]) for table in tables.values())
+    if nbytes > _MAX_READ_NBYTES:
+        return {}, [f"all {n_rows:,} rows of the vocabulary are kept, args.vocab_size is {said:,}; {hint}"]
+    padding = checkpoint.read(
+        [(fqn, Box((said, 0), (table.shape[0] - said, table.shape[1]))) for fqn, table in tables.items()]
+    )
+    if any(np.ascontiguousarray(rows).view(np.uint8).any() for rows in padding):
+        kept = f"all {n_rows:,} rows of the vocabulary are kept: args.vocab_size is {said:,}, but rows from there on"
+        return {}, [f"{kept} are not zero; {hint}"]
+    evidence = f"args.vocab_size of the checkpoint, and rows from there on are zero in {' and '.join(tables)}"
+    return {"vocab": Fact(said, evidence)}, []
+
+
+def _output_layer_notes(manifest: Manifest, names: set[str], *, is_whole: bool) -> Iterator[str]:
+    """Where the output layer is.
+
+    Raises:
+        LayoutError: the run had one of its own, and it is not there.
+    """
+    if not is_whole or "lm_head.weight" in names or "model.embed_tokens.weight" not in names:
+        return
+    args = manifest.info.get("args")
+    if isinstance(args, Mapping) and args.get("untie_embeddings_and_output_weights") is True:
+        raise LayoutError(
+            "the output layer is not there, though args say that it is not tied to the embedding",
+            where=manifest.root,
+            hint='"ckpt verify" tells what is missing',
+        )
+    yield "no output layer is stored: it is tied to the embedding (tie_word_embeddings in the config)"

@@ -1,0 +1,106 @@
+"""A match is the naming that fits a checkpoint, told from names alone, and the rule of it that fits each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.layout.names import spellings
+from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
+
+__all__ = ["Matched", "NamingMatch", "choose_naming", "match_names"]
+
+_N_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class NamingMatch:
+    """A naming that fits, and why."""
+
+    naming: Naming
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The rule for a tensor, and what its pattern captured of the name."""
+
+    fqn: str
+    parameter: str
+    """The name without what wrappers put in front."""
+    rule: NamingRule
+    groups: Mapping[str, str | None]
+
+
+def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | None:
+    """The built-in naming whose typical names all occur and whose rules cover most names; None when none fits.
+
+    Args:
+        fqns: names of tensors.
+        family: only namings that lead to this family, or have this name; None for all.
+
+    Raises:
+        LayoutError: no naming is called so, the one that is does not fit, or several fit equally well.
+    """
+    known = builtin_namings().values()
+    asked = [naming for naming in known if family in (None, naming.family, naming.name)]
+    if not asked:
+        families = sorted({naming.family for naming in known} | {naming.name for naming in known})
+        raise LayoutError(f"no naming is called {family!r}", hint=f"known are {', '.join(families)}, auto and none")
+    readings = [[spelling.parameter for spelling in spellings(fqn, {})] for fqn in fqns]
+    ranked: list[tuple[int, Naming]] = []
+    missing: list[str] = []
+    for naming in asked:
+        absent = [p.pattern for p in naming.detect if not any(p.search(name) for names in readings for name in names)]
+        missing += absent[:1]
+        if not absent:
+            covered = sum(any(r.pattern.fullmatch(name) for r in naming.rules for name in names) for names in readings)
+            ranked.append((covered, naming))
+    if not ranked:
+        if family is None:
+            return None
+        raise LayoutError(f"the names are not those of {family}: none fits {missing[0]!r}", hint="try --family auto")
+    best = max(covered for covered, _ in ranked)
+    equal = [naming for covered, naming in ranked if covered == best]
+    if len(equal) > 1:
+        raise LayoutError(
+            f"the names fit {' and '.join(naming.name for naming in equal)} equally well",
+            hint=f"say which: --family {' or --family '.join(naming.family for naming in equal)}",
+        )
+    return NamingMatch(equal[0], f"names are {equal[0].name}'s: rules cover {best:,} of {len(readings):,}")
+
+
+def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:
+    """The first rule for each name, in order.
+
+    Raises:
+        LayoutError: names that no rule covers.
+    """
+    found: list[Matched] = []
+    uncovered: list[str] = []
+    for fqn in fqns:
+        matched = next(_matches(naming, fqn), None)
+        if matched is None:
+            uncovered.append(fqn)
+        else:
+            found.append(matched)
+    if uncovered:
+        listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
+        more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
+        raise LayoutError(
+            f"{naming.name} has no name for {len(uncovered):,} of {len(uncovered) + len(found):,} tensors, which would "
+            f"be lost:{listed}{more}",
+            hint="give rules for them with --naming FILE, leave them out with --exclude, or keep all names with "
+            "--family none",
+        )
+    return tuple(found)
+
+
+def _matches(naming: Naming, fqn: str) -> Iterator[Matched]:
+    for spelling in spellings(fqn, {}):
+        if spelling.slot is None and spelling.adapter is None:
+            for rule in naming.rules:
+                found = rule.pattern.fullmatch(spelling.parameter)
+                if found is not None:
+                    yield Matched(fqn, spelling.parameter, rule, found.groupdict())

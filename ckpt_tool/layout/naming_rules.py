@@ -1,0 +1,256 @@
+r"""A naming says what tensors of one family are called in another: a pattern over names, and the names it becomes.
+
+Namings are data, read from TOML, so that a new model needs no code::
+
+    [naming]
+    name = "megatron-llama"
+    family = "llama"  # what --family calls the names that come out
+    detect = ["self_attention\.linear_qkv\.weight$"]  # names that must occur for it to fit
+    base = "other"  # another naming, whose rules follow behind
+
+    [facts]  # numbers that the rules need and the checkpoint does not tell
+    ssm_heads = 4
+
+    [[rule]]
+    match = "{layers}mlp\.linear_fc2\.weight"
+    to = "model.layers.{layer}.mlp.down_proj.weight"
+
+``match`` must match the whole name. In it ``{layers}`` stands for ``[naming] layers``, ``{experts}`` for ``experts``:
+patterns with an optional group ``layer`` or ``expert``. Where a name is without its number, the leading dimensions of
+the tensor count them, layers before experts, and each becomes a tensor of its own. Groups may be used in ``to``.
+The first dimension behind those can be taken apart:
+
+- ``parts`` lie in it one after another, each a tensor; ``{part}`` in ``to`` is its name. ``weight`` (1 if left out) is
+  its relative size: a number, or facts with ``*`` and ``/`` between them, as in ``heads/kv_heads``.
+- ``groups``: the parts repeat that often, and a part's tensor is its pieces of all groups, joined.
+- ``unit``: a name for the size of weight 1; it is the same in all tensors, and as the fact of that name says, if any.
+- ``halves``: in each group rows 0, 2, 4 ... come first, then 1, 3, 5 ... (rotary pairs become rotary halves).
+- ``rows``: a fact; rows from there on are padding and left out. Without the fact all are kept.
+- ``witness``: another tensor of the same layer that proves the sizes: ``tensor`` is a pair of pattern and replacement
+  that makes its name of this one's, ``dim`` its dimension, which ``part`` must be as long as.
+
+``drop`` instead of ``to``: the reason why a tensor has no counterpart. ``[[refuse]]``: a ``fact`` that must not be
+true, and ``because``. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from ckpt_tool.errors import LayoutError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
+
+_RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "witness"}
+_NAMING_KEYS = {"name", "family", "detect", "base", "layers", "experts"}
+_COUNTED = ("layer", "expert")
+_SIZE = re.compile(r"(?:[a-z_]+|[1-9][0-9]*)(?:[*/](?:[a-z_]+|[1-9][0-9]*))*")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPart:
+    """One of the tensors that lie in a fused one."""
+
+    name: str
+    weight: str = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """Where a size is written a second time."""
+
+    pattern: re.Pattern[str]
+    replacement: str
+    dim: int
+    part: int
+    """Position in the rule's parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamingRule:
+    """One entry of a naming."""
+
+    pattern: re.Pattern[str]
+    to: str = ""
+    drop: str = ""
+    parts: tuple[NamedPart, ...] = ()
+    groups: str = "1"
+    unit: str = ""
+    halves: bool = False
+    rows: str = ""
+    witness: Witness | None = None
+
+    def missing_counts(self, groups: Mapping[str, str | None]) -> tuple[str, ...]:
+        """What leading dimensions count (``layer``, ``expert``) in a tensor whose name gave these ``groups``."""
+        return tuple(group for group in _COUNTED if group in self.pattern.groupindex and groups[group] is None)
+
+    @property
+    def facts(self) -> frozenset[str]:
+        """Facts without which the rule cannot be applied."""
+        sizes = [self.groups, *(part.weight for part in self.parts)]
+        return frozenset(word for size in sizes for word in re.split("[*/]", size) if not word.isdecimal())
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Rules in order: the first that matches a name is the one."""
+
+    name: str
+    family: str
+    rules: tuple[NamingRule, ...]
+    detect: tuple[re.Pattern[str], ...] = ()
+    facts: tuple[tuple[str, int], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    """Facts that must not be true, and why."""
+    layers: str = r"(?:.*\.)?(?P<layer>\d+)\."
+    experts: str = r"(?P<expert>\d+)\."
+
+    def preceded_by(self, other: Naming) -> Naming:
+        """This naming with what ``other`` says in front, so that it wins."""
+        return replace(
+            other,
+            rules=other.rules + self.rules,
+            detect=other.detect or self.detect,
+            facts=self.facts + other.facts,
+            refused=self.refused + other.refused,
+        )
+
+
+@cache
+def builtin_namings() -> dict[str, Naming]:
+    """All namings by name. Reads the package's own files, once."""
+    folder = resources.files("ckpt_tool.layout") / "namings"
+    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.name[-5:] == ".toml"}
+    bases: dict[str, Naming] = {}
+    # Bases first: a file that has one is named after it, as in megatron.toml and megatron_mixtral.toml.
+    for name in sorted(texts, key=lambda name: (name.count("_"), name)):
+        naming = load_naming(texts[name], source=name, known=bases)
+        bases[naming.name] = naming
+    return bases
+
+
+def load_naming(
+    text: str, *, source: str, known: Mapping[str, Naming] | None = None, base: Naming | None = None
+) -> Naming:
+    """The naming in a TOML text, followed by its ``base``. ``source`` is named in errors: a path, usually.
+
+    Args:
+        text: TOML.
+        source: where it came from.
+        known: namings that may be named as base; by default those of the package.
+        base: the base of a text that names none.
+
+    Raises:
+        LayoutError: not TOML, an unknown key, or a value that does not fit.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LayoutError(f"not valid TOML: {error}", where=source) from error
+    _check_keys(document, {"naming", "facts", "rule", "refuse"}, source)
+    head = document.get("naming", {})
+    _check_keys(head, _NAMING_KEYS, f"{source}: [naming]")
+    if "base" in head:
+        found = builtin_namings() if known is None else known
+        if head["base"] not in found:
+            raise LayoutError(f"unknown base {head['base']!r}", where=source, hint=f"known are {', '.join(found)}")
+        base = found[head["base"]]
+    plain = base or Naming(source, source, ())
+    own = Naming(
+        name=head.get("name", source),
+        family=head.get("family", plain.family),
+        rules=(),
+        detect=tuple(_compiled(pattern, f"{source}: detect") for pattern in head.get("detect", [])),
+        facts=tuple(_checked_facts(document.get("facts", {}), source)),
+        refused=tuple((str(entry.get("fact")), str(entry.get("because"))) for entry in document.get("refuse", [])),
+        layers=head.get("layers", plain.layers),
+        experts=head.get("experts", plain.experts),
+    )
+    tables = enumerate(document.get("rule", []), start=1)
+    own = replace(own, rules=tuple(_rule(table, own, f"{source}: rule {number}") for number, table in tables))
+    return own if base is None else base.preceded_by(own)
+
+
+def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
+    _check_keys(table, _RULE_KEYS, where)
+    match, to, drop = table.get("match"), table.get("to", ""), table.get("drop", "")
+    if not isinstance(match, str) or not isinstance(to, str) or bool(to) == bool(drop):
+        raise LayoutError("a rule needs match, a regular expression over names, and either to or drop", where=where)
+    pattern = _compiled(match.replace("{layers}", naming.layers).replace("{experts}", naming.experts), where)
+    parts = tuple(_part(part, where) for part in table.get("parts", []))
+    rule = NamingRule(
+        pattern=pattern,
+        to=to,
+        drop=str(drop),
+        parts=parts,
+        groups=_size(table.get("groups", 1), where),
+        unit=str(table.get("unit", "")),
+        halves=bool(table.get("halves", False)),
+        rows=str(table.get("rows", "")),
+        witness=_witness(table["witness"], parts, where) if "witness" in table else None,
+    )
+    if rule.rows and (rule.parts or rule.groups != "1" or rule.halves):
+        raise LayoutError("rows goes without parts, groups and halves", where=where)
+    names = {*pattern.groupindex, *(["part"] if parts else [])}
+    unknown = sorted(set(re.findall(r"{(\w*)}", to)) - names)
+    if unknown or to.count("{") != len(re.findall(r"{\w+}", to)) or to.count("}") != to.count("{"):
+        raise LayoutError(f"{to!r} uses {unknown}, known are {sorted(names)}", where=where)
+    return rule
+
+
+def _part(value: Any, where: str) -> NamedPart:
+    if isinstance(value, str):
+        return NamedPart(value)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise LayoutError(f"a part is a name, or a table with name and weight; got {value!r}", where=where)
+    _check_keys(value, {"name", "weight"}, where)
+    return NamedPart(value["name"], _size(value.get("weight", 1), where))
+
+
+def _size(value: Any, where: str) -> str:
+    text = str(value).replace(" ", "")
+    if isinstance(value, bool) or not _SIZE.fullmatch(text):
+        raise LayoutError(f"a size is a number or facts with * and / between them, got {value!r}", where=where)
+    return text
+
+
+def _witness(table: Mapping[str, Any], parts: Sequence[NamedPart], where: str) -> Witness:
+    _check_keys(table, {"tensor", "dim", "part"}, where)
+    pair, dim, name = table.get("tensor"), table.get("dim"), table.get("part")
+    position = next((number for number, part in enumerate(parts) if part.name == name), None)
+    if not isinstance(pair, list) or len(pair) != 2 or type(dim) is not int or position is None:
+        raise LayoutError(
+            "a witness needs tensor (pattern, replacement), dim (a number) and part (a name)", where=where
+        )
+    return Witness(_compiled(pair[0], where), pair[1], dim, position)
+
+
+def _checked_facts(table: Mapping[str, Any], source: str) -> list[tuple[str, int]]:
+    wrong = next((name for name, value in table.items() if type(value) is not int or value < 1), None)
+    if wrong is not None:
+        raise LayoutError(f"fact {wrong} must be a number above 0, got {table[wrong]!r}", where=source)
+    return list(table.items())
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise LayoutError(f"unknown key {unknown[0]!r}", where=where, hint=f"known are {', '.join(sorted(known))}")
+
+
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise LayoutError(f"{pattern!r} is no regular expression: {error}", where=where) from error
