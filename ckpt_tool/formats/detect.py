@@ -16,7 +16,12 @@ __all__ = ["detect"]
 _TAKEN_ABOVE = 0.5
 _SURE = 0.9
 _MAX_FOLDERS_TRIED = 64
-_DESCRIBING = (".metadata", ".distcp", ".json")  # not listed among the files that hold tensors, or without any
+_DESCRIBING = (
+    ".metadata",
+    "metadata.pkl",
+    ".distcp",
+    ".json",
+)  # not listed among the files that hold tensors, or without any
 _UNFINISHED = "CKPT_UNFINISHED"
 
 
@@ -44,6 +49,9 @@ def detect(source: Source) -> Reader:
         if best.confidence > _TAKEN_ABOVE:
             return found
     probes = [(reader.probe(source), reader) for reader in readers()]
+    best, found = max(probes, key=lambda pair: pair[0].confidence)
+    if best.confidence > _TAKEN_ABOVE:  # by content, although its files are not called as usual
+        return found
     if source.listing.entry is not None:
         raise _about_file(source, probes)
     raise _about_folder(source, probes)

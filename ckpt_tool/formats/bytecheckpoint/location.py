@@ -34,6 +34,8 @@ class Location:
     step: int | None
     sections: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    is_section: bool = False
+    """Whether the root is the folder of one section, taken out of its step."""
 
 
 def within(source: Source, folder: str) -> Source:
@@ -44,15 +46,15 @@ def within(source: Source, folder: str) -> Source:
 def foreign_step(source: Source, folder: str) -> str | None:
     """None when the metadata of a step's folder is ByteCheckpoint's, else what it is: one request."""
     inner = within(source, folder)
-    (path, *_) = [f"{section}/{METADATA_NAME}" for section in _sections(inner)]
+    path = next((f"{section}/{METADATA_NAME}" for section in _sections(inner)), METADATA_NAME)
     return foreign_root(inner.head(path, _HEAD_NBYTES), MODULE)
 
 
 def locate(source: Source) -> Location | None:
     """The step to read; None when nothing here is laid out like one.
 
-    The root itself; else the step that the tracker names; without a tracker the only step there is. Costs one request
-    for the tracker where there is one.
+    The root itself, a step or one section of it; else the step that the tracker names; without a tracker the only step
+    there is. Costs one request for the tracker where there is one.
 
     Raises:
         NotFound: the tracker names a step that is not there; those that are there are listed.
@@ -61,8 +63,12 @@ def locate(source: Source) -> Location | None:
     if source.listing.entry is not None:
         return None
     sections = _sections(source)
+    name = source.listing.url.rstrip("/").rpartition("/")[2]
+    if METADATA_NAME in source.listing:
+        section = name if name in SECTIONS else "model"
+        return Location("", None, (section,), (f"one section alone, read as {section}",), is_section=True)
     if sections:
-        named = _STEP.fullmatch(source.listing.url.rstrip("/").rpartition("/")[2])
+        named = _STEP.fullmatch(name)
         return Location("", int(named[1]) if named else None, sections)
     steps = _steps(source)
     if not steps:

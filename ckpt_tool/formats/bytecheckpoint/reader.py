@@ -53,7 +53,7 @@ class ByteCheckpointReader:
         if location is None:
             return Probe(0.0, "neither model/.metadata nor a tracker beside global_step_<N>")
         foreign = foreign_step(source, location.folder)
-        where = "/".join(filter(None, (location.folder, location.sections[0], METADATA_NAME)))
+        where = _below(location, "" if location.is_section else location.sections[0], METADATA_NAME)
         if foreign is not None:
             return Probe(0.0, f"{where} is {foreign}")
         return Probe(0.98, f"{where} is metadata of ByteCheckpoint")
@@ -69,7 +69,8 @@ class ByteCheckpointReader:
         if location is None:
             raise NotFound("no model/.metadata and no global_step_<N>", where=source.listing.url)
         step = within(source, location.folder)
-        paths = [f"{section}/{METADATA_NAME}" for section in location.sections]
+        folders = [""] if location.is_section else list(location.sections)
+        paths = [f"{folder}/{METADATA_NAME}".lstrip("/") for folder in folders]
         ranges = [FileRange(path, 0, step.listing.nbytes(path)) for path in paths]
         with collector_paused():
             sections = [
@@ -77,15 +78,17 @@ class ByteCheckpointReader:
                 for data, name, path in zip(step.store.fetch(ranges), location.sections, paths, strict=True)
             ]
             flat = {key: one for section in sections for key, one in section.flat.items()}
-            parts = [(s.name, section_manifest(within(step, s.name), s, flat, self.name)) for s in sections]
+            parts = [
+                (folder, section_manifest(within(step, folder), section, flat, self.name))
+                for folder, section in zip(folders, sections, strict=True)
+            ]
         extra = _extra_state(step, self.name)
         if extra is not None:
             parts.append((EXTRA_STATE, extra))
-        merged = merge_manifests(
-            [("/".join(filter(None, (location.folder, folder))), part) for folder, part in parts],
-            format_name=self.name,
-            root=source.listing.url,
-        )
+        merged = parts[0][1]
+        if not location.is_section:
+            named = [(_below(location, folder), part) for folder, part in parts]
+            merged = merge_manifests(named, format_name=self.name, root=source.listing.url)
         known: dict[str, Any] = {
             "step": location.step,
             "world_size": _world_size(step),
@@ -126,6 +129,11 @@ class ByteCheckpointReader:
 
 
 READER = ByteCheckpointReader()
+
+
+def _below(location: Location, *names: str) -> str:
+    """A path below the step's folder, from the source's root."""
+    return "/".join(filter(None, (location.folder, *names)))
 
 
 def _extra_files(step: Source) -> dict[int, str]:

@@ -92,6 +92,19 @@ def test_the_folder_of_a_step() -> None:
     assert manifest.files.paths[0] == "model/__0_0.distcp"
 
 
+def test_a_section_alone() -> None:
+    """A section that was copied out of its step is read by itself, also as part of no checkpoint's name."""
+    store, listing = open_store(FAMILY / "fsdp_dec_4r/ckpt/global_step_2/model")
+    manifest = READER.read(Source(store, listing))
+    assert manifest.tensor("model.head.weight").shape == (101, 5)
+    assert manifest.files.paths[0] == "__0_0.distcp"
+    files = {path.rpartition("/")[2]: data for path, data in files_of("hsdp_4r").items() if "/optimizer/" in path}
+    assert detect(source_of(MemoryStore(files))) is READER
+    manifest = READER.read(source_of(MemoryStore(files, url="memory://copy/optimizer")))
+    assert manifest.notes == ("one section alone, read as optimizer",)
+    assert "optimizer.state.head.weight.exp_avg" in manifest.tensors.index
+
+
 def test_the_tracker_decides_between_steps() -> None:
     """Of two steps the tracker's is read, and the other one named; without a tracker there is no choice to make."""
     files = files_of("ddp_2r")
