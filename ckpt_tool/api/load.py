@@ -110,10 +110,10 @@ def load(  # noqa: PLR0913 - the options of a command
         state: nested dicts and lists, as ``{"model": model.state_dict(), "optim": ...}``.
         url: checkpoint of any readable format.
         process_group: the ranks that take part, None for all.
-        strict: tensors that only one side has are an error. On the checkpoint's side only its sections (model,
-            optimizer, other) of which the state has some tensor count, so that a model loads alone. With
-            ``strict=False`` what is missing keeps its value and what is unexpected is left; the report lists both.
-            Values that are no tensors are never an error.
+        strict: tensors that only one side has are an error. On the checkpoint's side only those parts of it count (its
+            model, its optimizer, what lies below one outermost key) of which the state has some tensor, so that a model
+            loads alone. With ``strict=False`` what is missing keeps its value and what is unexpected is left; the
+            report lists both. Values that are no tensors are never an error.
         cast: convert element types where they differ, instead of stopping.
         exchange: ``none``: each rank reads what it needs; ``all-to-all``: each byte is read by one rank and sent to the
             others that need it; ``auto`` decides by how much is shared and how fast storage and exchange are measured

@@ -114,13 +114,22 @@ def _asked(names: NameMap | None, fqn: str) -> str:
 
 
 def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
-    """Tensors that no rank's state has, of those sections (model, optimizer, other) that it has tensors of."""
+    """Tensors that no rank's state has, of those parts of the checkpoint that it has some tensor of.
+
+    A part is a section (model, optimizer, other) below one outermost key, so that a model loads without the optimizer
+    that was saved beside it.
+    """
     tensors = manifest.tensors
-    sections = {int(tensors.section[row]) for row in used}
+    paths = tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
+    parts = [
+        (section, path[0] if len(path) > 1 else None)
+        for section, path in zip(tensors.section.tolist(), paths, strict=True)
+    ]
+    wanted = {parts[row] for row in used}
     return [
         Problem("unexpected", tensors.fqns[row], "not in the state")
-        for row in range(len(tensors))
-        if row not in used and int(tensors.section[row]) in sections
+        for row, part in enumerate(parts)
+        if row not in used and part in wanted
     ]
 
 

@@ -76,6 +76,14 @@ def read_bytes() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
 
 
+def check(name: str, expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    """Stop where ``found`` differs from ``expected``, which is filled from the first that is not all zeros."""
+    if not expected:
+        expected += [tensor.clone() for tensor in found if any(each.any() for each in found)]
+    elif not all(a.equal(b) for a, b in zip(expected, found, strict=True)):
+        raise SystemExit(f"differs from dcp.load: {name}")
+
+
 def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placement: Placement | None, n: int) -> None:
     """All loaders in turns, and a check that they load the same bits."""
     state = build(mesh, megabytes, placement, is_random=False)
@@ -97,9 +105,6 @@ def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placem
     expected: list[torch.Tensor] = []
     for number in range(n + 1):
         for name, loader in loaders.items():
-            if name != "memcpy of the state":
-                for tensor in locals_of(state):
-                    tensor.zero_()
             before = read_bytes()
             took = timed(loader)
             total = torch.tensor(read_bytes() - before)
@@ -107,12 +112,10 @@ def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placem
             nbytes[name] = int(total)
             if number:
                 seconds[name].append(took)
-            elif name == "dcp.load":
-                expected = [tensor.clone() for tensor in locals_of(state)]
-            elif name != "memcpy of the state":
-                equal = all(a.equal(b) for a, b in zip(expected, locals_of(state), strict=True))
-                if not equal:
-                    raise SystemExit(f"{name} differs from dcp.load for {layout}")
+                continue
+            check(f"{name}, {layout}", expected, locals_of(state))
+            for tensor in locals_of(state):
+                tensor.zero_()
     if dist.get_rank() == 0:
         for name, times in seconds.items():
             row = {

@@ -1,0 +1,267 @@
+"""Processes of a training job that load checkpoints in layouts of their own; each says on a file what it got."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ckpt_tool
+from ckpt_tool.api import checkpoint as checkpoint_module
+from ckpt_tool.api import load as load_module
+from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.recording import RecordingStore
+from ckpt_tool.storage.store import Listing, Store
+
+FIXTURES = Path(__file__).parents[2] / "fixtures/torch"
+MODEL_SCRIPT = FIXTURES / "make/common.py"
+EXCHANGES = ("none", "all-to-all")
+
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
+CASES: dict[str, tuple[str, tuple[int, ...], tuple[Placement, ...] | None]] = {
+    "fsdp to fsdp": ("dcp_fsdp2_4r_fp32", (-1,), (ROWS,)),
+    "fsdp to tp": ("dcp_fsdp2_4r_fp32", (-1,), (COLUMNS,)),
+    "fsdp to fsdp x tp": ("dcp_fsdp2_4r_fp32", (2, -1), (ROWS, COLUMNS)),
+    "fsdp to rows twice": ("dcp_fsdp2_4r_fp32", (2, -1), (ROWS, ROWS)),
+    "fsdp x tp to fsdp": ("dcp_fsdp2_tp_2x2", (-1,), (ROWS,)),
+    "fsdp x tp to hsdp": ("dcp_fsdp2_tp_2x2", (2, -1), (WHOLE, ROWS)),
+    "fsdp x tp to replicas": ("dcp_fsdp2_tp_2x2", (-1,), (WHOLE,)),
+    "hf to fsdp x tp": ("hf_sharded", (2, -1), (ROWS, COLUMNS)),
+    "hf to plain": ("hf_sharded", (-1,), None),
+    "verl to hsdp": ("verl_4r_bf16", (2, -1), (WHOLE, ROWS)),
+}
+"""Name to fixture, mesh (-1: the ranks that are left) and placements; None for plain tensors."""
+UNCUT = frozenset(name for name, (_, _, cut) in CASES.items() if cut is None or COLUMNS not in cut)
+"""Cases in which no box is strided in the tensor."""
+
+
+def layouts(rank: int, world_size: int, rendezvous: str, out: str) -> None:
+    """Load every case both ways, and real FSDP2 models."""
+    with _joined(rank, world_size, rendezvous):
+        found = {name: {way: _case(name, way, world_size) for way in EXCHANGES} for name in CASES}
+        found["models"] = {name: _model(name, world_size) for name in ("fsdp2", "fsdp2 x tp")}
+        Path(f"{out}/{world_size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def failures(rank: int, world_size: int, rendezvous: str, out: str) -> None:
+    """Provoke one failure after another; each must be raised here, whichever rank it befell."""
+    with _joined(rank, world_size, rendezvous):
+        found = {name: _failure(work, rank) for name, work in _faults(rank).items()}
+        report = ckpt_tool.load({**_plain("hf_sharded"), "mine": torch.ones(2)}, _url("hf_sharded"), strict=False)
+        found["not strict"] = {"missing": report.missing, "unexpected": report.unexpected}
+        Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def lost_rank(rank: int, world_size: int, rendezvous: str, out: str, way: str) -> None:
+    """The last rank dies in the middle of its first read; the others say what they raise, and when."""
+    with _joined(rank, world_size, rendezvous, is_lost=True):
+        fault = _reads(lambda: os._exit(0)) if rank == world_size - 1 else nullcontext()
+        with fault:
+            told = _failure(
+                lambda: ckpt_tool.load(_plain("hf_sharded"), _url("hf_sharded"), exchange=way, timeout_s=20), rank
+            )
+        Path(f"{out}/{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+        os._exit(0)
+
+
+@contextmanager
+def _joined(rank: int, world_size: int, rendezvous: str, *, is_lost: bool = False) -> Any:
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(rendezvous, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=90))
+    yield
+    if not is_lost:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _url(fixture: str) -> str:
+    return str(FIXTURES / fixture / "ckpt")
+
+
+def _truth(fixture: str) -> dict[str, torch.Tensor]:
+    return load_file(FIXTURES / fixture / "truth.safetensors")
+
+
+def _plain(fixture: str) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in _truth(fixture).items()}
+
+
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | None) -> torch.Tensor:
+    """What torch itself gives this rank; a dimension that a tensor does not have is not cut."""
+    if placements is None:
+        return tensor
+    fitting = [Replicate() if isinstance(p, Shard) and p.dim >= tensor.ndim else p for p in placements]
+    return distribute_tensor(tensor, mesh, fitting, src_data_rank=None)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    bits: bytes = held.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bits
+
+
+def _case(name: str, way: str, world_size: int) -> dict[str, Any]:
+    fixture, shape, placements = CASES[name]
+    sizes = (world_size,) if shape == (-1,) or world_size == 1 else (2, world_size // 2)
+    placements = placements[: len(sizes)] if placements is not None else None
+    mesh = init_device_mesh("cpu", sizes)
+    truth = _truth(fixture)
+    state = {fqn: _cut(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
+    expected = {fqn: _bits(_cut(tensor, mesh, placements)) for fqn, tensor in truth.items()}
+    with _recorded() as stores:
+        report = ckpt_tool.load(state, _url(fixture), exchange=way, memory_budget_bytes=1 << 20)
+    return {
+        "different": [fqn for fqn, bits in expected.items() if _bits(state[fqn]) != bits],
+        "needed": sum(len(bits) for bits in expected.values()),
+        "distinct": sum(tensor.nbytes for tensor in truth.values()),
+        "recorded": sum(store.nbytes for store in stores),
+        "report": asdict(report),
+    }
+
+
+def _model(name: str, world_size: int) -> dict[str, Any]:
+    """A model as a training script builds it, filled from a checkpoint of another layout, against the truth."""
+    common = _model_script()
+    model = common.make_model(torch.float32, seed=999)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    if name == "fsdp2 x tp" and world_size > 1:
+        both = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = both["dp"]
+        for layer in model.model.layers:
+            plan = {
+                **{f"self_attn.{part}_proj": ColwiseParallel() for part in "qkv"},
+                "self_attn.o_proj": RowwiseParallel(),
+                **{f"mlp.{part}_proj": ColwiseParallel() for part in ("gate", "up")},
+                "mlp.down_proj": RowwiseParallel(),
+            }
+            parallelize_module(layer, both["tp"], plan)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ckpt_tool.load({"model": model}, _url("dcp_fsdp2_4r_fp32"))
+    truth = _truth("dcp_fsdp2_4r_fp32")
+    state = model.state_dict()
+    full = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    kinds = {type(p).__name__ for value in state.values() if isinstance(value, DTensor) for p in value.placements}
+    return {
+        "different": [key for key, value in full.items() if _bits(value) != _bits(truth[f"model.{key}"])],
+        "n_tensors": len(full),
+        "placements": sorted(kinds),
+    }
+
+
+def _model_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fixture_model", MODEL_SCRIPT)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(MODEL_SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fixture_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _recorded() -> Any:
+    """Stores of payload opened meanwhile; the metadata must be opened by the first rank alone."""
+    stores: list[RecordingStore] = []
+
+    def recording(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
+        store, listing = open_store(url)
+        stores.append(RecordingStore(store))
+        return stores[-1], listing
+
+    def refuse(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
+        raise AssertionError(f"a rank that is not the first opened {os.fspath(url)}")
+
+    load_module.open_store = recording  # type: ignore[attr-defined]
+    if dist.get_rank():
+        checkpoint_module.open_store = refuse  # type: ignore[attr-defined]
+    try:
+        yield stores
+    finally:
+        load_module.open_store = open_store  # type: ignore[attr-defined]
+        checkpoint_module.open_store = open_store  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _reads(fault: Callable[[], Any]) -> Any:
+    """Every read of payload does ``fault``."""
+
+    class Faulty(RecordingStore):
+        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+            fault()
+
+    def faulty(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
+        store, listing = open_store(url)
+        return Faulty(store), listing
+
+    load_module.open_store = faulty  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        load_module.open_store = open_store  # type: ignore[attr-defined]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _faults(rank: int) -> dict[str, Callable[[], Any]]:
+    """Name to a load that must fail on every rank."""
+
+    def unreadable(way: str, error: Exception, only: int) -> None:
+        fault: AbstractContextManager[Any] = _reads(lambda: _raise(error)) if rank == only else nullcontext()
+        with fault:
+            ckpt_tool.load(_plain("hf_sharded"), _url("hf_sharded"), exchange=way)
+
+    def misfit(**changes: torch.Tensor) -> None:
+        ckpt_tool.load({**_plain("hf_sharded"), **changes}, _url("hf_sharded"))
+
+    broken = StorageError("the disk is gone", where="model-00001.safetensors")
+    return {
+        "read none": lambda: unreadable("none", broken, 2),
+        "read all-to-all": lambda: unreadable("all-to-all", broken, 2),
+        "read by the first": lambda: unreadable("all-to-all", broken, 0),
+        "bug": lambda: unreadable("all-to-all", ZeroDivisionError("oops"), 1),
+        "shape": lambda: misfit(**({"buf_i64": torch.zeros(4, dtype=torch.int64)} if rank == 1 else {})),
+        "dtype": lambda: misfit(buf_i64=torch.zeros(3)),
+        "missing": lambda: misfit(mine=torch.zeros(3), also=torch.zeros(3)),
+        "unexpected": lambda: ckpt_tool.load(
+            {k: v for k, v in _plain("hf_sharded").items() if k != "buf_i64"}, _url("hf_sharded")
+        ),
+        "nowhere": lambda: ckpt_tool.load(_plain("hf_sharded"), _url("hf_sharded") + "-nowhere"),
+        "no tensor": lambda: ckpt_tool.load(
+            {"w": torch.zeros(2, device="meta") if rank == 3 else torch.zeros(2)}, _url("hf_sharded")
+        ),
+    }
+
+
+def _failure(work: Callable[[], Any], rank: int) -> dict[str, Any]:
+    begun = time.perf_counter()
+    try:
+        work()
+    except CkptError as error:
+        return {"kind": type(error).__name__, "text": str(error), "seconds": time.perf_counter() - begun}
+    return {"kind": None, "text": f"rank {rank} raised nothing", "seconds": time.perf_counter() - begun}
