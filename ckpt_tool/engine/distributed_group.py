@@ -17,14 +17,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ckpt_tool import errors
 from ckpt_tool.errors import CkptError, StorageError, UsageError
 
 __all__ = ["Group"]
 
 _MAX_TEXT_BYTES = 1 << 20
 _KINDS: dict[str, type[CkptError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, CkptError)
+    kind.__name__: kind for child in CkptError.__subclasses__() for kind in (child, *child.__subclasses__())
 }
 
 
