@@ -100,7 +100,7 @@ def load_metadata(data: bytes) -> Saved:
         raise FormatError(f"world_size is {world_size!r}, expected a number of ranks", where=METADATA_NAME)
     try:
         items = _items(root, world_size) if version == "2.0" else _flat_items(root, world_size)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"a field is missing or of the wrong type: {error}", where=METADATA_NAME) from None

@@ -1,0 +1,33 @@
+"""Changed bytes in ByteCheckpoint's metadata: an error of this package or a reading, never a stray exception."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_tool.errors import CkptError
+from ckpt_tool.formats.bytecheckpoint.reader import READER
+from ckpt_tool.storage.recording import MemoryStore
+from tests.formats.bytecheckpoint.real import MODEL, OPTIMIZER, files_of
+from tests.formats.conformance import all_rows, source_of
+
+FILES = files_of("fsdp_dec_4r")
+
+
+@pytest.mark.parametrize("path", [MODEL, OPTIMIZER])
+@given(changes=st.lists(st.tuples(st.integers(0, 5999), st.integers(0, 255)), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_changed_bytes(path: str, changes: list[tuple[int, int]]) -> None:
+    """Up to four bytes are anything."""
+    data = bytearray(FILES[path])
+    for at, value in changes:
+        data[at] = value
+    source = source_of(MemoryStore({**FILES, path: bytes(data)}))
+    try:
+        manifest = READER.read(source)
+        list(READER.check(source, manifest))
+        READER.resolve(source, manifest, all_rows(manifest))
+        READER.load_blobs(source, manifest, range(len(manifest.blobs)))
+    except CkptError as error:
+        assert error.message  # noqa: PT017 - whether it raises depends on the bytes
