@@ -221,7 +221,7 @@ def titan_expected(arrays: Arrays, heads: int, kv_heads: int) -> Arrays:
 
 
 def test_torchtitan_becomes_llama(tmp_path: Path) -> None:
-    """A real checkpoint of torchtitan (FSDP x TP): its head count is asked for, and queries change from pairs to halves."""
+    """A real checkpoint of torchtitan: its head count is asked for, queries change from pairs to halves."""
     folder = FIXTURES / "deepspeed/torchtitan_dp2tp2"
     source = folder / "ckpt/checkpoint/step-3"
     with pytest.raises(LayoutError, match="torchtitan-llama needs heads, which the checkpoint does not tell"):
