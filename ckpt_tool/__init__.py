@@ -19,6 +19,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     "digests": ("ckpt_tool.api.digest", "digests"),
     "export": ("ckpt_tool.api.export", "export"),
     "inspect": ("ckpt_tool.api.inspect", "inspect"),
+    "ls": ("ckpt_tool.api.ls", "ls"),
     "load": ("ckpt_tool.api.load", "load"),
     "open": ("ckpt_tool.api.checkpoint", "open_checkpoint"),
     "plan_export": ("ckpt_tool.api.export", "prepare_export"),

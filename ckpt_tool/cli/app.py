@@ -20,6 +20,7 @@ from ckpt_tool.cli.export import export
 from ckpt_tool.cli.failures import interruptions, reported
 from ckpt_tool.cli.formats import formats
 from ckpt_tool.cli.inspect import inspect
+from ckpt_tool.cli.ls import ls
 from ckpt_tool.cli.plan import plan
 from ckpt_tool.cli.reshard import reshard
 from ckpt_tool.cli.verify import verify
@@ -55,6 +56,7 @@ app = typer.Typer(
     epilog="Exit status: 0 fine, 1 problems found, 2 usage, 3 bad checkpoint or layout, 4 storage.",
 )
 app.command()(inspect)
+app.command()(ls)
 app.command()(verify)
 app.command()(diff)
 app.command()(reshard)

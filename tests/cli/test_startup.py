@@ -12,7 +12,7 @@ from tests.test_docs import command_helps
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("numpy", "pyarrow", "fsspec", "torch", "rich", "ml_dtypes", "safetensors")
-COMMANDS = ("cat", "diff", "export", "formats", "inspect", "plan", "reshard", "verify")
+COMMANDS = ("cat", "diff", "export", "formats", "inspect", "ls", "plan", "reshard", "verify")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], [], *([name, "--help"] for name in COMMANDS)])
