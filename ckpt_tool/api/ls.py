@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
-from ckpt_tool.api.run_names import TRACKERS, StepFiles, StepName, group_steps, natural
+from ckpt_tool.api.run_names import TRACKERS, StepFiles, StepName, group_steps, natural, step_name
 from ckpt_tool.api.run_rules import Judgement, families, judge, tracker_text
 from ckpt_tool.api.verify import verify as verified
 from ckpt_tool.checks.report import LEVELS
@@ -174,6 +174,12 @@ class _Run:
                 raise NotFound(f"no step of a run among {len(listing.sizes):,} files", where=url, hint=hint)
             self.notes = ("it is one checkpoint, no run with steps",)
         self.files = sorted(files, key=_order)
+        parents = sorted({step.parent for step in files}, key=natural)
+        if len(parents) > 1:
+            shown = ", ".join(parent or "." for parent in parents[:3])
+            self.notes = (
+                f"steps of {len(parents):,} folders are listed together: {shown}; give one for its own newest",
+            )
         self._families = {step.path: families(step) for step in self.files if not step.is_file}
 
     def step(self, files: StepFiles) -> RunStep:
@@ -267,7 +273,7 @@ def _tagged(named: dict[str, str], listing: Listing, files: Sequence[StepFiles])
         if sizes and folder not in known:
             known.add(folder)
             times = [seconds for each, seconds in listing.modified.items() if each.startswith(f"{folder}/")]
-            name = StepName(None, is_temporary=False)
+            name = step_name(text) or StepName(None, is_temporary=False)
             found.append(StepFiles(folder, name, is_file=False, sizes=sizes, modified=max(times, default=None)))
     return found
 

@@ -31,6 +31,11 @@ _TEMPORARY = re.compile(
     re.IGNORECASE,
 )
 _FILE = re.compile(r"\.(?:ckpt|pt|pth|safetensors)(?:\.tmp|\.partial|\.incomplete)?$")
+# In a folder with one of these, files that are called like steps are parts of one checkpoint.
+_CHECKPOINT_FILES = re.compile(
+    r"\.metadata|metadata\.(?:pkl|json)|ckpt_layout\.json|.*\.index\.json|\.?__\d+_\d+\.distcp"
+)
+_OF_RANK = re.compile(r"(\w+)_(\d+)\.pt")
 _MARKER = re.compile(r"(.+)-unfinished")  # NeMo's, a file beside the checkpoint
 # Files of a rank or a layer have numbers too, and are no steps.
 _PART = re.compile(
@@ -103,6 +108,8 @@ def group_steps(listing: Listing) -> list[StepFiles]:
     found: dict[str, StepFiles] = {}
     names: dict[str, StepName | None] = {}
     marked: set[str] = set()
+    wholes = {path.rpartition("/")[0] for path in listing.sizes if _CHECKPOINT_FILES.fullmatch(path.rpartition("/")[2])}
+    of_ranks = _of_ranks(listing.sizes)
     for path, nbytes in listing.sizes.items():
         marker = _MARKER.fullmatch(path)
         if marker is not None and nbytes == 0:
@@ -112,6 +119,8 @@ def group_steps(listing: Listing) -> list[StepFiles]:
         if place is None:
             continue
         folder, name, is_file = place
+        if is_file and (folder.rpartition("/")[0] in wholes or folder in of_ranks):
+            continue
         step = found.setdefault(folder, StepFiles(folder, name, is_file))
         step.sizes[path.rpartition("/")[2] if is_file else path[len(folder) + 1 :]] = nbytes
         seconds = listing.modified.get(path)
@@ -149,6 +158,21 @@ def _place(path: str, names: dict[str, StepName | None]) -> tuple[str, StepName,
         if name is not None and not name.is_plain:
             return path, name, True
     return None
+
+
+def _of_ranks(paths: Iterable[str]) -> set[str]:
+    """Files that are what ranks keep of a step counter: ``step_3.pt`` beside ``model_3.pt``, by torch_checkpointing."""
+    numbered: dict[tuple[str, str], set[str]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        match = _OF_RANK.fullmatch(name)
+        if match is not None:
+            numbered.setdefault((folder, match[2]), set()).add(match[1])
+    return {
+        f"{folder}/step_{number}.pt".lstrip("/")
+        for (folder, number), stems in numbered.items()
+        if "step" in stems and len(stems) > 1
+    }
 
 
 def _without_doubtful(steps: Iterable[StepFiles]) -> list[StepFiles]:

@@ -319,18 +319,16 @@ def _layout(listing: Listing, manifest: Manifest | None) -> str | None:
     """The mesh, or the number of ranks or shards that names tell."""
     if manifest is not None and manifest.mesh is not None:
         return " ".join(f"{a}={n}" for a, n in zip(manifest.mesh.axes, manifest.mesh.sizes, strict=True))
-    found: list[int] = []
+    ranks, grid = 0, set[tuple[str | None, ...]]()
     for path in listing.paths:
-        ranks, world, grid = (
-            _RANKS.fullmatch(path),
-            _OF_WORLD.fullmatch(path),
-            _GRIDS[0].fullmatch(path.rpartition("/")[2]),
-        )
-        found += [int(ranks[1]) + 1] if ranks else [int(world[2])] if world else [int(grid[1]) + 1] if grid else []
-    if found:
-        n = max(found)
-        return f"{n:,} rank" if n == 1 else f"{n:,} ranks"
-    return None
+        name = path.rpartition("/")[2]
+        numbered, world = _RANKS.fullmatch(path), _OF_WORLD.fullmatch(path)
+        cell = _GRIDS[0].fullmatch(name) or _GRIDS[3].fullmatch(path)
+        ranks = max(ranks, int(numbered[1]) + 1 if numbered else int(world[2]) if world else 0)
+        if cell is not None:
+            grid.add(cell.groups())
+    n = ranks or len(grid)
+    return f"{n:,} rank{'s' if n > 1 else ''}" if n else None
 
 
 def _some(names: Iterable[object]) -> str:

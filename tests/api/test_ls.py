@@ -277,3 +277,17 @@ def test_document(tmp_path: Path) -> None:
     assert list(document["steps"][0]) == [
         "path", "url", "step", "complete", "why", "format", "parts", "layout", "nbytes", "files", "modified", "verified"
     ]  # fmt: skip
+
+
+def test_files_of_ranks_are_no_steps() -> None:
+    """Files of ranks that are called ``step_0.pt`` are parts of one checkpoint."""
+    found = ls(FIXTURES / "torch_checkpointing/plain_noreshard/ckpt")
+    assert [(step.path, step.format) for step in found.steps] == [("", "torch-checkpointing")]
+
+
+def test_steps_of_several_folders(tmp_path: Path) -> None:
+    """Two runs below one folder are listed together, and it is said."""
+    titan(tmp_path, "a/step-1", "b/step-2")
+    found = ls(tmp_path)
+    assert latest(found) == "b/step-2"
+    assert found.notes == ("steps of 2 folders are listed together: a, b; give one for its own newest",)
