@@ -150,8 +150,9 @@ def _same_files(checkpoint: Checkpoint, recorded: DigestTable) -> bool:
 
     A reshard may have files of the same names, and other sizes.
     """
-    sizes = checkpoint.source.listing.sizes
-    n_alike = sum(sizes.get(file.path) == file.nbytes for file in recorded.files)
+    listing = checkpoint.source.listing
+    here = set(listing.paths)
+    n_alike = sum(file.path in here and listing.sizes[file.path] == file.nbytes for file in recorded.files)
     return checkpoint.format == recorded.format and 2 * n_alike > len(recorded.files)
 
 

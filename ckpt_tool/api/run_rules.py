@@ -213,10 +213,12 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
         document = json.loads(source.read_whole(path))
         names = set(document["weight_map"].values())
         total = document.get("metadata", {}).get("total_size")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names, total = {None}, None
+    if not all(isinstance(name, str) for name in names):
         yield f"{path} is no index of shards"
         return
-    missing = sorted(name for name in names if isinstance(name, str) and name not in listing.sizes)
+    missing = sorted(name for name in names if name not in listing.sizes)
     if missing:
         yield f"{path} names {len(missing):,} of {len(names):,} files that are missing: {_some(missing)}"
     elif isinstance(total, int) and (held := sum(listing.sizes[name] for name in names)) < total:
@@ -238,10 +240,11 @@ def _by_tail(source: Source, path: str) -> Iterator[str]:
             return
         try:
             header = json.loads(source.store.read(path, 8, length))
-            end = max((each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            ends = [int(each["data_offsets"][1]) for name, each in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
             yield f"{path} has no header of a safetensors file"
             return
+        end = max(ends, default=0)
         if nbytes < 8 + length + end:
             yield f"{path} is cut: {nbytes:,} bytes, expected {8 + length + end:,}"
 

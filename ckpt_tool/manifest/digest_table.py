@@ -19,6 +19,7 @@ from ckpt_tool.manifest.tables import SECTIONS
 __all__ = ["SCHEMA", "DigestRow", "DigestTable", "FileDigest", "parse_table"]
 
 SCHEMA = "ckpt-tool/digests/1"
+_MAX_SIZE, _MAX_NDIM = 1 << 62, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def parse_table(text: str | bytes, *, where: str) -> DigestTable:
     """
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"expected a manifest of digests, got no JSON ({error})", where=where) from error
     schema = document.get("schema") if isinstance(document, dict) else None
     if not isinstance(schema, str) or not schema.startswith("ckpt-tool/digests/"):
@@ -106,7 +107,7 @@ def parse_table(text: str | bytes, *, where: str) -> DigestTable:
             tuple(_file(each) for each in document["files"]),
         )
         expected = document["check"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"a manifest of digests that lacks what belongs in it: {error!r}", where=where) from error
     got = _check(document["tensors"], document["files"])
     if got != expected:
@@ -138,11 +139,17 @@ def _row(each: Mapping[str, Any]) -> DigestRow:
     if each["section"] not in SECTIONS:
         raise ValueError(f"section {each['section']!r}")
     shape = tuple(each["shape"])
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not all(type(size) is int and 0 <= size < _MAX_SIZE for size in shape) or len(shape) > _MAX_NDIM:
         raise ValueError(f"shape {each['shape']!r}")
     wide = int(each["wide"], 16) if "wide" in each else None
-    digest = ContentDigest(str(each["dtype"]), shape, int(each["crc32"], 16), wide)
+    digest = ContentDigest(str(each["dtype"]), shape, _crc32(each["crc32"]), wide)
     return DigestRow(str(each["fqn"]), each["section"], digest)
+
+
+def _crc32(text: str) -> int:
+    if len(text) != 8:
+        raise ValueError(f"CRC-32 {text!r}")
+    return int(text, 16)
 
 
 def _file_json(file: FileDigest) -> dict[str, Any]:
@@ -153,7 +160,7 @@ def _file_json(file: FileDigest) -> dict[str, Any]:
 
 
 def _file(each: Mapping[str, Any]) -> FileDigest:
-    crc = int(each["crc32"], 16) if "crc32" in each else None
+    crc = _crc32(each["crc32"]) if "crc32" in each else None
     sha256 = str(each["sha256"]) if "sha256" in each else None
     if crc is None and sha256 is None:
         raise ValueError(f"no sum of {each['path']!r}")

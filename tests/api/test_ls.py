@@ -291,3 +291,27 @@ def test_steps_of_several_folders(tmp_path: Path) -> None:
     found = ls(tmp_path)
     assert latest(found) == "b/step-2"
     assert found.notes == ("steps of 2 folders are listed together: a, b; give one for its own newest",)
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        (b'{"weight_map": {"w": 1}}', "is no index of shards"),
+        (b'{"weight_map": {"w": [1]}}', "is no index of shards"),
+        (b"[" * 100_000, "is no index of shards"),
+        (b'{"weight_map": {"w": "a.safetensors"}}', "names 1 of 1 files that are missing: a.safetensors"),
+    ],
+)
+def test_hostile_index(tmp_path: Path, index: bytes, why: str) -> None:
+    """An index that is none is a reason, and no traceback."""
+    copied(HF, tmp_path / "checkpoint-1")
+    put(tmp_path / "checkpoint-1", {"model.safetensors.index.json": index})
+    assert any(why in text for text in ls(tmp_path).steps[0].problems)
+
+
+def test_hostile_headers(tmp_path: Path) -> None:
+    """Headers that lie are a reason, and no traceback."""
+    headers = (b"[1]", b'{"w": {"data_offsets": ["x", "y"]}}', b'{"w": {"data_offsets": [0, 1e400]}}', b"[" * 50_000)
+    files = {f"step_{n}.safetensors": len(h).to_bytes(8, "little") + h for n, h in enumerate(headers)}
+    found = ls(put(tmp_path, {**files, "step_9.safetensors": b"\xff" * 64}))
+    assert [step.is_complete for step in found.steps] == [False] * 5
