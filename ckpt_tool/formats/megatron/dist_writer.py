@@ -25,6 +25,7 @@ from ckpt_tool.formats._dcp.placed_items import (
     sealed,
     written_tensors,
 )
+from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.megatron.common_state import COMMON_OBJECT
 from ckpt_tool.formats.megatron.config import CONFIG_NAME
@@ -77,7 +78,7 @@ class MegatronDistWriter:
         """
         grid = TargetGrid.of(mesh)
         named = [(meta.fqn, meta.path) for meta in source.tensors]
-        why = dict(_parts_of_ranks(named, blobs, grid))
+        why = dict(_parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(source.info.get("args", {}))))
         undecoded = source.info.get("optimizer_undecoded")
         strange = [fqn for fqn, path in named if fqn not in why and path[:1] != ("model",) and _is_bucket(fqn, path)]
         if undecoded and strange:
@@ -259,18 +260,20 @@ def _iteration(info: Mapping[str, Any]) -> tuple[int | None, str]:
 
 
 def _parts_of_ranks(
-    named: Sequence[tuple[str, KeyPath]], blobs: Sequence[Blob], grid: TargetGrid
+    named: Sequence[tuple[str, KeyPath]], blobs: Sequence[Blob], *, has_one_optimizer: bool
 ) -> Iterator[tuple[str, str]]:
     """What describes the source's ranks, with the reason to leave it out; random states apart."""
     for fqn, path in named:
         if path[:2] == _FACTS_OF_PARAMETERS:
             yield fqn, "a parameter's own step; the groups of the optimizer have it"
-        elif is_common(fqn, path) and path[0] == "optimizer" and type(path[1]) is int and path[1] and grid.ep == 1:
+        elif has_one_optimizer and is_common(fqn, path) and path[0] == "optimizer" and type(path[1]) is int and path[1]:
             yield fqn, "of the experts' optimizer; without expert parallelism there is one optimizer"
     for blob in blobs:
         match = SHARDED_PART.fullmatch(blob.fqn)
         if match is not None and match["name"] in BUCKET_FACTS:
             yield blob.fqn, "describes the buckets of the source's ranks; the target has none"
+        elif match is not None and storages(blob.value):
+            yield blob.fqn, "has tensors inside, which the common state cannot take over; Megatron starts it afresh"
         elif blob.fqn.startswith("rerun_state_machine"):
             yield blob.fqn, "the rerun state machine's, which Megatron ignores on another number of ranks"
 

@@ -87,17 +87,11 @@ def _parts(
     if cut not in ("column", "row", "gated") or dim >= len(shape):
         return parts
     is_gated = cut == "gated" and _HALF.search(name) is None and args.get("swiglu") is True
-    ranks = _expert_tensor_ranks(grid, args) if is_expert else grid.tp
+    ranks = grid.expert_tensor_size(args) if is_expert else grid.tp
     n_parts = ranks * (2 if is_gated and ranks > 1 else 1)
     if shape[dim] and shape[dim] % n_parts == 0:
         parts[dim] = n_parts
     return parts
-
-
-def _expert_tensor_ranks(grid: TargetGrid, args: Mapping[str, Any]) -> int:
-    before = args.get("tensor_model_parallel_size")
-    stated = args.get("expert_tensor_parallel_size")
-    return grid.tp if stated in (None, before) or type(stated) is not int else stated
 
 
 def _cut(shape: tuple[int, ...], parts: list[int]) -> tuple[IntArray, IntArray]:

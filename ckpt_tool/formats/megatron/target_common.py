@@ -56,7 +56,7 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
     entries += [blob_entry(blob) for blob in common]
     root = nest(entries, int_keyed=request.info.get("int_keyed_dicts", ())) if entries else {}
     args = root.get("args")
-    if not isinstance(args, Stub):
+    if not isinstance(args, Stub) or not isinstance(args.state, dict):
         raise Unsupported(
             "the source has no args of a Megatron run, which Megatron needs to resume",
             hint="megatron-dist takes checkpoints of Megatron, see ckpt inspect",
@@ -66,6 +66,10 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
     if not has_rng:
         flags["no_save_rng"] = True
         notes.append("args.no_save_rng is set: no random states are written, and Megatron starts them afresh")
+    tp_before = args.attribute("tensor_model_parallel_size")
+    if _has_experts(paths) and grid.tp != tp_before:
+        size = grid.expert_tensor_size(args.state)
+        notes.append(f"experts are written for {size:,} tensor-parallel ranks (args.expert_tensor_parallel_size)")
     parts = parts_of(root.pop("optimizer", None), request.blobs)
     slots = {path[2] for path in paths if len(path) == 4 and weight_key(path) is not None}
     if not slots:
@@ -80,7 +84,7 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
         root["optimizer"] = combined(
             parts,
             is_distributed=is_distributed(request.info),
-            has_expert_optimizer=grid.ep > 1 and _has_experts(paths),
+            has_expert_optimizer=_has_experts(paths) and grid.parts_experts(args.state),
         )
     if slots and is_distributed(request.info):
         flags["dist_ckpt_optim_fully_reshardable"] = True

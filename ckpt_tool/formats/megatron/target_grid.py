@@ -54,6 +54,19 @@ class TargetGrid:
         """Ranks that read different data."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
+    def expert_tensor_size(self, args: Mapping[str, Any]) -> int:
+        """Tensor-parallel ranks of experts: as many as of the rest, by Megatron's own default, or the source's number.
+
+        ``args`` are the source's.
+        """
+        stated = args.get("expert_tensor_parallel_size")
+        follows = type(stated) is not int or stated == args.get("tensor_model_parallel_size")
+        return self.tp if follows else stated or self.tp
+
+    def parts_experts(self, args: Mapping[str, Any]) -> bool:
+        """Whether experts have an optimizer of their own (mcore 0.19, ``tensor_parallel/layers.py``)."""
+        return self.ep > 1 or self.expert_tensor_size(args) != self.tp
+
 
 def target_args(args: Stub, grid: TargetGrid, **flags: bool) -> Stub:
     """A copy of a run's arguments that says of itself what a run of ``grid`` would.
