@@ -24,7 +24,7 @@ class Proof:
     what: str
     """What it saved, or how it loads; empty where there is only one way."""
     evidence: str
-    """Path in the repository: a checkpoint, or a test."""
+    """Path in the repository: a checkpoint (``archive!folder`` for one inside of an archive), or a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,12 @@ def _written(program: str, what: str, test: str) -> Proof:
     return Proof("writes for", program, what, f"tests/formats/{test}")
 
 
+def _megatron(program: str, **checkpoints: str) -> tuple[Proof, ...]:
+    """Proofs of reading checkpoints of the archive that they share."""
+    folders = {what: f"megatron/checkpoints.tar.xz!{name}/ckpt" for what, name in checkpoints.items()}
+    return _read(program, **folders)
+
+
 _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     "dcp": (
         "torch.distributed.checkpoint",
@@ -74,7 +80,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 zstd="torch/dcp_zstd/ckpt",
             ),
             *_read("torch 2.1.2", _="torch/dcp_old_t2.1.2/ckpt"),
-            *_read("torchtitan", FSDP2_with_TP="deepspeed/torchtitan_dp2tp2/ckpt/checkpoint/step-3"),
+            *_read(_TORCH, keys_and_folders_of_torchtitan="deepspeed/torchtitan_dp2tp2/ckpt/checkpoint/step-3"),
             _written(_TORCH, "dcp.load", "dcp/test_writer.py"),
             _written(_TORCH, "dcp.load on other meshes", "dcp/test_writer_distributed.py"),
         ),
@@ -116,6 +122,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 FSDP2_DTensor_with_names_of_verl="torch/verl_4r_bf16/ckpt",
                 DTensor_on_2x2="torch/verl_2d/ckpt",
             ),
+            *_read("accelerate", FSDP2_with_files_of_each_rank="deepspeed/accelerate_ranks/ckpt"),
             _written(_TORCH, "torch.load of each rank", "rank_pt/test_writer.py"),
         ),
     ),
@@ -168,6 +175,44 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 "CheckpointManager.load on 1, 2 and 4 ranks",
                 "tests/consumers/test_torch_checkpointing.py",
             ),
+        ),
+    ),
+    "megatron-dist": (
+        "Megatron-Core's torch_dist",
+        (
+            *_megatron(
+                "megatron-core 0.19.2",
+                fully_reshardable="td_full_t2p2d2",
+                singleton_local_shards="td_full_t4p1",
+                dp_reshardable="td_dpr_t2p2d2",
+                dp_reshardable_with_virtual_stages="dpr_vpp_p2",
+                dp_reshardable_with_uneven_stages="dpr_uneven_p2",
+                dp_reshardable_with_experts="moe_dpr_e2",
+                dp_zero_gather_scatter="td_dpzero_t2p2",
+                no_distributed_optimizer="td_nodist_t2",
+                experts="moe_seq_e2",
+            ),
+            *_megatron(
+                "megatron-core 0.12.3",
+                fully_sharded_model_space="old012_fsms_t2p1d2",
+                slices_that_cut_tensors="old012_fsms_t1d3",
+            ),
+            _written("megatron-core 0.19.2", "load_checkpoint on other grids", "megatron/test_writer.py"),
+        ),
+    ),
+    "megatron-zarr": (
+        "Megatron-Core's zarr",
+        _megatron("megatron-core 0.12.3", _="old012_zarr_t2p1d1"),
+    ),
+    "megatron-legacy": (
+        "Megatron's files of each rank (mp_rank_*)",
+        _megatron(
+            "megatron-core 0.19.2",
+            TP_PP_and_DP="legacy_t2p2",
+            virtual_stages="legacy_vpp_p2v2",
+            uneven_stages="legacy_uneven_p2",
+            experts="legacy_moe_e2",
+            no_distributed_optimizer="legacy_nodist_t2",
         ),
     ),
     "accelerate": (

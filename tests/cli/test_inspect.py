@@ -13,6 +13,7 @@ from ckpt_tool.manifest.arrow import from_parquet
 from ckpt_tool.manifest.codec import from_json
 from ckpt_tool.manifest.model import Blob
 from tests.cli.synthetic import inspection, manifest, row, text
+from tests.formats.megatron.places import CHECKPOINTS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FSDP = FIXTURES / "torch/dcp_fsdp2_4r_fp32/ckpt"
@@ -262,8 +263,9 @@ def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert [entry["name"] for entry in document["formats"] if not entry["what"]] == []
     for entry in document["formats"]:
         for proof in entry["proofs"]:
-            evidence = FIXTURES.parent / proof["evidence"]
-            assert evidence.exists()
+            path, _, inside = proof["evidence"].partition("!")
+            assert (FIXTURES.parent / path).exists()
+            evidence = CHECKPOINTS / inside if inside else FIXTURES.parent / path
             if proof["direction"] == "reads":
                 with open_checkpoint(evidence) as checkpoint:
                     assert (proof["evidence"], checkpoint.format) == (proof["evidence"], entry["name"])
