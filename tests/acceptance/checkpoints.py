@@ -68,6 +68,7 @@ def peft(key: str) -> str | None:
 SPECIAL: Mapping[str, tuple[str, Callable[[str], str | None]]] = {
     "torch/fsdp1_per_rank_pt_2r": ("ckpt", without_optimizer),
     "deepspeed/accelerate_fsdp2": ("ckpt", by_kind("model.", "optimizer.state.{name}.{kind}")),
+    "deepspeed/accelerate_ranks": ("ckpt", by_kind("", "optim.state.{name}.{kind}")),
     "deepspeed/torchtitan_dp2tp2": ("ckpt/checkpoint/step-3", by_kind("", "optimizer.state.{name}.{kind}")),
     "deepspeed/verl_fsdp": ("ckpt", by_kind("", "@{kind}/{name}")),
     # Lightning numbers optimizer state, and two readings of the numbers fit (a frozen tensor has an other's shape)

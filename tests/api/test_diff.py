@@ -138,7 +138,7 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 def test_json() -> None:
     """The document has the keys of its schema, is JSON, and lists equal tensors on request alone."""
-    report = diff(FSDP / "ckpt", FIXTURES / "torch/dcp_fsdp2_tp_2x2/ckpt")
+    report = diff(FIXTURES / "torch/dcp_fsdp1_flat_2r/ckpt", FIXTURES / "torch/dcp_fsdp2_tp_2x2/ckpt")
     document = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert (document["schema"], document["same"]) == ("ckpt-tool/diff/1", False)
     assert {each["status"] for each in document["tensors"]} == {"only-a", "differs"}

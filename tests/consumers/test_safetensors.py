@@ -40,7 +40,7 @@ def test_one_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shards_and_index(name: str, tmp_path: Path) -> None:
     """Loading the files that the index names, as loaders do, gives every tensor once; sizes count tensor bytes."""
-    limit = 20_000
+    limit = 5_000
     export(case_named(name).url, tmp_path / "out", names="source", everything=True, max_shard_nbytes=limit)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text("utf-8"))
     files = sorted(set(index["weight_map"].values()))

@@ -137,9 +137,10 @@ class TestR37WrongLevel:
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
-        """Two steps of accelerate."""
+        """Two steps of accelerate, with the files of each rank in a folder of their own."""
         for step in (10, 20):
             shutil.copytree(FIXTURES / "deepspeed/accelerate_fsdp2/ckpt", tmp_path / f"run/checkpoint-{step}")
+            shutil.copytree(FIXTURES / "deepspeed/accelerate_ranks/ckpt", tmp_path / f"run/checkpoint-{step}/per_rank")
         return tmp_path / "run"
 
     @pytest.mark.parametrize("place", ["checkpoint-10", "checkpoint-20/pytorch_model_fsdp_0"])
