@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class Matched:
 
 
 def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | None:
-    """The built-in naming whose typical names all occur and whose rules cover most names; None when none fits.
+    """The built-in naming that the names fit and whose rules cover most of them; None when they fit none.
 
     Args:
         fqns: names of tensors.
@@ -50,17 +51,18 @@ def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | N
         raise LayoutError(f"no naming is called {family!r}", hint=f"known are {', '.join(families)}, auto and none")
     readings = [[spelling.parameter for spelling in spellings(fqn, {})] for fqn in fqns]
     ranked: list[tuple[int, Naming]] = []
-    missing: list[str] = []
+    against: list[str] = []
     for naming in asked:
-        absent = [p.pattern for p in naming.detect if not any(p.search(name) for names in readings for name in names)]
-        missing += absent[:1]
-        if not absent:
+        why_not = [f"none fits {p.pattern!r}" for p in naming.detect if not _occurs(p, readings)]
+        why_not += [f"some fit {p.pattern!r}" for p in naming.absent if _occurs(p, readings)]
+        against += why_not[:1]
+        if not why_not:
             covered = sum(any(r.pattern.fullmatch(name) for r in naming.rules for name in names) for names in readings)
             ranked.append((covered, naming))
     if not ranked:
         if family is None:
             return None
-        raise LayoutError(f"the names are not those of {family}: none fits {missing[0]!r}", hint="try --family auto")
+        raise LayoutError(f"the names are not those of {family}: {against[0]}", hint="try --family auto")
     best = max(covered for covered, _ in ranked)
     equal = [naming for covered, naming in ranked if covered == best]
     if len(equal) > 1:
@@ -69,6 +71,10 @@ def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | N
             hint=f"say which: --family {' or --family '.join(naming.family for naming in equal)}",
         )
     return NamingMatch(equal[0], f"names are {equal[0].name}'s: rules cover {best:,} of {len(readings):,}")
+
+
+def _occurs(pattern: re.Pattern[str], readings: Iterable[Iterable[str]]) -> bool:
+    return any(pattern.search(name) for names in readings for name in names)
 
 
 def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:

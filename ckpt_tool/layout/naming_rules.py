@@ -6,6 +6,7 @@ Namings are data, read from TOML, so that a new model needs no code::
     name = "megatron-llama"
     family = "llama"  # what --family calls the names that come out
     detect = ["self_attention\.linear_qkv\.weight$"]  # names that must occur for it to fit
+    absent = ["_layernorm\.bias$"]  # names of tensors that the family's models do not have
     base = "other"  # another naming, whose rules follow behind
 
     [facts]  # numbers that the rules need and the checkpoint does not tell
@@ -53,7 +54,7 @@ else:
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
 _RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "witness"}
-_NAMING_KEYS = {"name", "family", "detect", "base", "layers", "experts"}
+_NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts"}
 _COUNTED = ("layer", "expert")
 _SIZE = re.compile(r"(?:[a-z_]+|[1-9][0-9]*)(?:[*/](?:[a-z_]+|[1-9][0-9]*))*")
 
@@ -110,6 +111,7 @@ class Naming:
     family: str
     rules: tuple[NamingRule, ...]
     detect: tuple[re.Pattern[str], ...] = ()
+    absent: tuple[re.Pattern[str], ...] = ()
     facts: tuple[tuple[str, int], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     """Facts that must not be true, and why."""
@@ -122,6 +124,7 @@ class Naming:
             other,
             rules=other.rules + self.rules,
             detect=other.detect or self.detect,
+            absent=self.absent + other.absent,
             facts=self.facts + other.facts,
             refused=self.refused + other.refused,
         )
@@ -172,6 +175,7 @@ def load_naming(
         family=head.get("family", plain.family),
         rules=(),
         detect=tuple(_compiled(pattern, f"{source}: detect") for pattern in head.get("detect", [])),
+        absent=tuple(_compiled(pattern, f"{source}: absent") for pattern in head.get("absent", [])),
         facts=tuple(_checked_facts(document.get("facts", {}), source)),
         refused=tuple((str(entry.get("fact")), str(entry.get("because"))) for entry in document.get("refuse", [])),
         layers=head.get("layers", plain.layers),

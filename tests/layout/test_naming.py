@@ -190,6 +190,12 @@ def test_naming_is_told_from_names() -> None:
     shared = choose_naming([*names, f"{prefix}mlp.shared_experts.linear_fc2.weight"], family=None)
     assert shared is not None
     assert shared.naming.name == "megatron-qwen_moe"
+    normed = [*names, f"{prefix}self_attention.q_layernorm.weight"]
+    found = choose_naming(normed, family=None)
+    assert found is not None
+    assert found.naming.name == "megatron-qwen_moe"
+    with pytest.raises(LayoutError, match=r"not those of mixtral: some fit '\[qk\]_layernorm"):
+        choose_naming(normed, family="mixtral")
     assert choose_naming(["model.layers.0.self_attn.q_proj.weight"], family=None) is None
     with pytest.raises(LayoutError, match="the names are not those of mixtral"):
         choose_naming(["model.layers.0.self_attn.q_proj.weight"], family="mixtral")
