@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.digest import FileSum, Taken, take_digests
 from ckpt_tool.api.pairing import Pairing, name_map, pair_tensors
+from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.dtypes import opaque
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.manifest.digest import ContentDigest
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.digest import ContentDigest, crc32_of_zeros
 from ckpt_tool.manifest.digest_table import DigestTable, FileDigest
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["DigestCheck", "check_digests"]
+
+_SLAB_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,8 @@ def check_digests(
 
     Tensors are paired by name, then by what a name is without outer keys and wrapper prefixes. Kinds of findings:
     ``digest-mismatch`` (error), ``not-in-manifest`` and ``not-in-checkpoint`` (warnings, errors with ``require_all``,
-    and when nothing was paired at all), ``unreadable``, ``file-mismatch``; and ``digests-compared`` with the counts.
+    and when nothing was paired at all), ``unreadable``, ``file-mismatch``; ``padded-rows`` where all that differs is
+    rows at the end; and ``digests-compared`` with the counts.
 
     Args:
         checkpoint: open; of any format.
@@ -109,6 +116,11 @@ def _mismatches(checkpoint: Checkpoint, recorded: DigestTable, pairing: Pairing,
         if found.matches(row.digest):
             n_equal += 1
             continue
+        padding = _padding(checkpoint, fqn, found, row.digest)
+        if padding is not None:
+            n_equal += 1
+            yield Finding("padded-rows", Severity.INFO, f"{fqn} {padding}", fqn)
+            continue
         said = f"{fqn} has {_difference(found, row.digest)}"
         owner = owners.get(found)
         if owner is not None:
@@ -119,6 +131,33 @@ def _mismatches(checkpoint: Checkpoint, recorded: DigestTable, pairing: Pairing,
     yield Finding("digests-compared", Severity.INFO, said)
     for note in pairing.notes:
         yield Finding("names-paired", Severity.INFO, note)
+
+
+def _padding(checkpoint: Checkpoint, fqn: str, found: ContentDigest, expected: ContentDigest) -> str | None:
+    """Whether all that two tensors differ in is rows at the end of one, as of a vocabulary padded for other ranks.
+
+    Cost: where the checkpoint has more rows, those that were recorded are read once more.
+    """
+    dtype = checkpoint.manifest.tensors.dtypes[checkpoint.manifest.tensor_id(fqn)]
+    is_alike = found.dtype == expected.dtype and found.shape[1:] == expected.shape[1:] and dtype.bits % 8 == 0
+    if not is_alike or not (found.shape and expected.shape) or found.shape[0] == expected.shape[0]:
+        return None
+    n_rows = min(found.shape[0], expected.shape[0])
+    row_nbytes = dtype.nbytes(Box.whole(found.shape[1:]).volume)
+    if found.shape[0] < expected.shape[0]:
+        nbytes = (expected.shape[0] - n_rows) * row_nbytes
+        if crc32_combine(found.crc32, crc32_of_zeros(nbytes), nbytes) != expected.crc32:
+            return None
+        return f"has {n_rows:,} rows with the recorded content, of {expected.shape[0]:,}; the others were zeros"
+    value = 0
+    step = max(_SLAB_BYTES // max(row_nbytes, 1), 1)
+    for first in range(0, n_rows, step):
+        sizes = (min(step, n_rows - first), *found.shape[1:])
+        slab = checkpoint.read([(fqn, Box((first, *(0 for _ in sizes[1:])), sizes))])[0]
+        value = crc32(np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data, value)
+    if value != expected.crc32:
+        return None
+    return f"has {found.shape[0]:,} rows, the first {n_rows:,} with the recorded content; the others are padding"
 
 
 def _difference(found: ContentDigest, expected: ContentDigest) -> str:

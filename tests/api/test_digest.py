@@ -209,3 +209,19 @@ def test_file_is_small_and_readable(tmp_path: Path, manifest: Path, tensors: dic
     assert sum('"fqn"' in line for line in lines) == 3
     assert sorted(row["fqn"] for row in json.loads(manifest.read_text())["tensors"]) == ["a", "b", "c"]
     assert load_file(tmp_path / "before/model.safetensors").keys() == tensors.keys()
+
+
+def test_padded_rows(tmp_path: Path, manifest: Path, tensors: dict[str, npt.NDArray[Any]]) -> None:
+    """Rows at the end, as of a padded vocabulary, are nobody's content; what is before them is compared."""
+    padded = {**tensors, "a": np.concatenate([tensors["a"], np.full((3, 16), 7, "f4")])}
+    report = verify(saved(tmp_path / "longer", padded), manifest=manifest, require_all=True)
+    said = [finding.message for finding in report.findings if finding.kind == "padded-rows"]
+    assert said == ["a has 11 rows, the first 8 with the recorded content; the others are padding"]
+    assert report.is_ok
+    padded["a"][2, 3] += 1
+    assert kinds(saved(tmp_path / "other", padded), manifest) == {"digest-mismatch": ("ERROR", 1)}
+    write_manifest(digests(tmp_path / "longer"), tmp_path / "long.json")
+    assert kinds(tmp_path / "before", tmp_path / "long.json") == {"digest-mismatch": ("ERROR", 1)}
+    zeros = {**tensors, "a": np.concatenate([tensors["a"], np.zeros((3, 16), "f4")])}
+    write_manifest(digests(saved(tmp_path / "zeros", zeros)), tmp_path / "zeros.json")
+    assert kinds(tmp_path / "before", tmp_path / "zeros.json", require_all=True) == {}
