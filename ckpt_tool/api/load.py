@@ -149,6 +149,10 @@ class _Target:
     """`box_rows` of the landings."""
     filled_nbytes: int
 
+    def problems(self, *, strict: bool) -> list[Problem]:
+        """What does not fit on this rank."""
+        return [problem for problem in self.match.problems if strict or problem.kind != "missing"]
+
 
 class _Loading:
     """One call of ``load`` on one rank."""
@@ -176,8 +180,10 @@ class _Loading:
         try:
             manifest = self._manifest(live, with_values=bool(any_values))
             target, failure = _attempt(lambda: self._target(live, manifest))
-            everyone = self._group.gather(target.rows if target else np.zeros((0, 1), dtype=np.int64), failure)
-            unexpected = self._check(manifest, target, everyone, strict=strict)
+            own = target.problems(strict=strict) if target else []
+            rows = target.rows if target else np.zeros((0, 1), dtype=np.int64)
+            everyone, n_problems = self._group.gather_noting(rows, len(own), failure)
+            unexpected = self._check(manifest, everyone, own if any(n_problems) else None, strict=strict)
             manifest = self._resolved(manifest, everyone)
             choice = choose_exchange(exchange, manifest, everyone, self._payload(manifest), self._group)
             if choice.exchange == "all-to-all":
@@ -264,13 +270,15 @@ class _Loading:
         return _Target(live, match, landings, np.concatenate([box_rows(boxes, width), empty]), filled)
 
     def _check(
-        self, manifest: Manifest, target: _Target, everyone: Sequence[IntArray], *, strict: bool
+        self, manifest: Manifest, everyone: Sequence[IntArray], own: list[Problem] | None, *, strict: bool
     ) -> tuple[str, ...]:
-        """Names that only the checkpoint has; raises when something does not fit on some rank."""
+        """Names that only the checkpoint has; raises when something does not fit on some rank.
+
+        ``own`` are this rank's problems, None when no rank has any.
+        """
         unexpected = unexpected_tensors(manifest, {int(row) for rows in everyone for row in np.unique(rows[:, 0])})
-        own = [problem for problem in target.match.problems if strict or problem.kind != "missing"]
         problems: dict[Problem, None] = {}
-        if self._group.largest([float(len(own))])[0]:
+        if own is not None:
             for text in self._group.gather_texts(json.dumps([asdict(each) for each in own[:_GATHERED]])):
                 problems |= dict.fromkeys(Problem(**fields) for fields in json.loads(text))
         if strict:

@@ -22,6 +22,7 @@ from ckpt_tool.errors import CkptError, StorageError, UsageError
 __all__ = ["Group"]
 
 _MAX_TEXT_BYTES = 1 << 20
+_HEAD_BYTES = 128 << 10  # of a broadcast whose length only the first rank knows; most end within it
 _KINDS: dict[str, type[CkptError]] = {
     kind.__name__: kind for child in CkptError.__subclasses__() for kind in (child, *child.__subclasses__())
 }
@@ -60,27 +61,33 @@ class Group:
         found: list[float] = numbers.tolist()
         return found
 
-    def gather(self, rows: npt.NDArray[np.int64], failure: BaseException | None = None) -> list[npt.NDArray[np.int64]]:
-        """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives.
+    def gather(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives."""
+        return self.gather_noting(rows, 0, None)[0]
+
+    def gather_noting(
+        self, rows: npt.NDArray[np.int64], note: int, failure: BaseException | None
+    ) -> tuple[list[npt.NDArray[np.int64]], list[int]]:
+        """The rows and the note of every rank. Two collectives.
 
         Raises:
             CkptError: some rank has a ``failure``; its rows are not looked at.
         """
         if self.size == 1:
             self.agree(failure)
-            return [rows]
+            return [rows], [note]
         width = rows.shape[1]
-        header = np.array([len(rows), failure is not None], dtype=np.int64)
-        headers = self._all_gather(header).reshape(-1, 2)
-        if headers[:, 1].any():
+        header = np.array([len(rows), note, failure is not None], dtype=np.int64)
+        headers = self._all_gather(header).reshape(-1, 3)
+        if headers[:, 2].any():
             self._raise_first(failure)
-        counts = headers[:, 0].tolist()
+        counts, notes = headers[:, 0].tolist(), headers[:, 1].tolist()
         padded = np.zeros((max(counts), width), dtype=np.int64)
         padded[: len(rows)] = rows
         if not padded.size:
-            return [padded[:count] for count in counts]
+            return [padded[:count] for count in counts], notes
         everyone = self._all_gather(padded.reshape(-1)).reshape(self.size, -1, width)
-        return [everyone[rank, :count] for rank, count in enumerate(counts)]
+        return [everyone[rank, :count] for rank, count in enumerate(counts)], notes
 
     def gather_texts(self, text: str) -> list[str]:
         """The text of every rank."""
@@ -103,18 +110,28 @@ class Group:
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 failure = error
                 data = _described(error).encode()
-        header = torch.tensor([len(data), int(failure is not None)], dtype=torch.int64, device=self.device)
-        self._wait(dist.broadcast(header, self._root, group=self._group, async_op=True))
-        nbytes, is_failed = header.tolist()
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
-        content = payload if self.rank == 0 else torch.empty(nbytes, dtype=torch.uint8)
-        content = content.to(self.device)
-        if nbytes:
-            self._wait(dist.broadcast(content, self._root, group=self._group, async_op=True))
-        received: bytes = content.cpu().numpy().tobytes()
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            head[:16] = torch.tensor([len(data), int(failure is not None)]).view(torch.uint8)
+            start = data[: _HEAD_BYTES - 16]
+            head[16 : 16 + len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8) if start else 0
+        head = self._broadcast(head)
+        nbytes, is_failed = head[:16].view(torch.int64).tolist()
+        received: bytes = head[16 : 16 + nbytes].numpy().tobytes()
+        if nbytes > len(received):
+            rest = torch.empty(nbytes - len(received), dtype=torch.uint8)
+            if self.rank == 0:
+                rest = torch.frombuffer(bytearray(data[len(received) :]), dtype=torch.uint8)
+            received += self._broadcast(rest).numpy().tobytes()
         if is_failed:
             raise _rebuilt(received.decode(), 0, self.size, 0) from failure
         return received
+
+    def _broadcast(self, content: torch.Tensor) -> torch.Tensor:
+        """The first rank's ``content``, in host memory."""
+        moved = content.to(self.device)
+        self._wait(dist.broadcast(moved, self._root, group=self._group, async_op=True))
+        return moved.cpu()
 
     def agree(self, failure: BaseException | None, values: Sequence[float] = ()) -> list[float]:
         """The largest of ``values`` of any rank, for each position, when no rank has failed. One collective then.

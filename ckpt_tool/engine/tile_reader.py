@@ -89,6 +89,7 @@ class TileReader:
         else:
             packed = self._read_strided(row, elements.dtype)
         if flags:
+            packed = np.ascontiguousarray(packed).reshape(-1)
             apply_flags(packed, self._source.tensors.dtypes[int(self._tiles.tensor[reads.tile[row]])], flags)
         elements[piece_slices(self._tiles, reads, row)] = packed.reshape(reads.sizes[row])
 
@@ -97,7 +98,7 @@ class TileReader:
         self.read_nbytes += buffer.nbytes
 
     def _read_strided(self, row: int, element: np.dtype[Any]) -> npt.NDArray[Any]:
-        """The packed elements of a piece that is not one run of its file."""
+        """The elements of a piece that is not one run of its file, of its sizes or packed."""
         reads, chunks = self._reads, self._source.chunks
         chunk = int(reads.chunk[row])
         sizes = reads.sizes[row].tolist()
@@ -111,12 +112,14 @@ class TileReader:
         offset, span = int(reads.file_offset[row]), int(reads.length[row])
         runs = byte_runs(Box((0,) * len(sizes), tuple(sizes)), strides, element.itemsize * 8)
         needed = runs.n_runs * runs.nbytes
-        if span <= max(_SPAN_BYTES_ALWAYS_READ, 2 * needed):
+        cost = self._store.cost
+        is_one_read = span <= cost.max_read_bytes and _largest_gap(runs) <= cost.max_gap_bytes
+        if is_one_read or span <= max(_SPAN_BYTES_ALWAYS_READ, 2 * needed):
             buffer = self._span.take(span)
             self._fetch(path, offset, buffer.data)
             steps = tuple(stride * element.itemsize for stride in strides)
             view: npt.NDArray[Any] = np.ndarray(tuple(sizes), element, buffer.data, 0, steps)
-            return np.ascontiguousarray(view).reshape(-1)
+            return view
         return self._gather(path, offset, runs).view(element)
 
     def _gather(self, path: str, offset: int, runs: ByteRuns) -> npt.NDArray[np.uint8]:
@@ -140,6 +143,15 @@ class TileReader:
             self._fetch(path, offset + start, buffer.data)
             _copy_runs(packed, rows, buffer, starts[rows] - start)
         return packed.reshape(-1)
+
+
+def _largest_gap(runs: ByteRuns) -> int:
+    """Bytes between two neighbouring runs, at most; 0 where runs of a permuted tensor interlock."""
+    largest, span = 0, runs.nbytes
+    for n, step in zip(reversed(runs.counts), reversed(runs.steps), strict=True):
+        largest = max(largest, step - span)
+        span += (n - 1) * step
+    return largest
 
 
 def _copy_runs(

@@ -5,6 +5,7 @@ Covers FSDP2, tensor parallelism, their products (strided shards) and HSDP. Impo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -45,7 +46,7 @@ def parts_of(value: Any, *, where: str) -> list[tuple[Box, torch.Tensor]]:
         tuple(value.shape),
         tuple(value.device_mesh.shape),
         tuple(coord),
-        [_spec(placement, where) for placement in value.placements],
+        tuple(_spec(placement, where) for placement in value.placements),
         local_shape=tuple(local.shape),
     )
     if intervals is None:
@@ -57,11 +58,12 @@ def parts_of(value: Any, *, where: str) -> list[tuple[Box, torch.Tensor]]:
     return [(box, local[inside.slices]) for box, inside in interval_boxes(intervals)]
 
 
+@lru_cache(maxsize=4096)  # a model has few shapes
 def held_intervals(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     coord: tuple[int, ...],
-    placements: list[PlacementSpec],
+    placements: tuple[PlacementSpec, ...],
     *,
     local_shape: tuple[int, ...],
 ) -> list[list[Interval]] | None:

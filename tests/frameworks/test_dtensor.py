@@ -41,7 +41,7 @@ def test_as_torch_computes_it(layout: tuple[tuple[int, ...], tuple[int, ...], li
     shape, mesh, placements = layout
     for coord in product(*(range(n) for n in mesh)):
         sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(coord), placements)
-        held = held_intervals(shape, mesh, coord, [spec(p) for p in placements], local_shape=tuple(sizes))
+        held = held_intervals(shape, mesh, coord, tuple(spec(p) for p in placements), local_shape=tuple(sizes))
         assert held is not None
         assert [sum(stop - start for start, stop in each) for each in held] == list(sizes)
         if prod(sizes):
@@ -59,7 +59,9 @@ def test_fsdp_over_tensor_parallelism(rows: int, dp: int, tp: int) -> None:
         by_dp = list(torch.chunk(by_tp[t], dp)) + [whole[:0]] * dp
         expected = by_dp[d]
         placements = [_StridedShard(0, split_factor=tp), Shard(0)]
-        held = held_intervals((rows,), (dp, tp), (d, t), [spec(p) for p in placements], local_shape=(len(expected),))
+        held = held_intervals(
+            (rows,), (dp, tp), (d, t), tuple(spec(p) for p in placements), local_shape=(len(expected),)
+        )
         assert held is not None
         assert [i for start, stop in held[0] for i in range(start, stop)] == expected.tolist()
 
@@ -67,7 +69,7 @@ def test_fsdp_over_tensor_parallelism(rows: int, dp: int, tp: int) -> None:
 def test_strided_alone() -> None:
     """A strided shard that no other axis explains holds several intervals, in the order of the local tensor."""
     local_shape, _ = _compute_local_shape_and_global_offset((8, 3), (2,), [1], [_StridedShard(0, split_factor=2)])
-    held = held_intervals((8, 3), (2,), (1,), [("strided", 0, 2)], local_shape=tuple(local_shape))
+    held = held_intervals((8, 3), (2,), (1,), (("strided", 0, 2),), local_shape=tuple(local_shape))
     assert held == [[(2, 4), (6, 8)], [(0, 3)]]
     whole = torch.arange(24).reshape(8, 3)
     parts, _ = _StridedShard(0, split_factor=2)._split_tensor(whole, 2, with_padding=False)
@@ -79,4 +81,4 @@ def test_strided_alone() -> None:
 
 def test_another_size_is_refused() -> None:
     """A local tensor that is not of the size that the placements give is not explained."""
-    assert held_intervals((8,), (2,), (0,), [("shard", 0)], local_shape=(3,)) is None
+    assert held_intervals((8,), (2,), (0,), (("shard", 0),), local_shape=(3,)) is None
