@@ -24,7 +24,7 @@ from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.base import WriterOptions
+from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
@@ -113,6 +113,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     writer = writer_named(to)
     if writer.per_rank:
         raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
+    if isinstance(writer, PlacingWriter):
+        raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")
     blobs: tuple[Blob, ...] = ()
     if everything and to in _HOLDS_OBJECTS:
         blobs = by_name(checkpoint.load_blobs())

@@ -166,7 +166,8 @@ ToFormat = Annotated[
     typer.Option(
         "--to",
         metavar="FORMAT",
-        help="dcp, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, safetensors or torch-save.",
+        help="dcp, megatron-dist, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, safetensors, "
+        "torch-save.",
     ),
 ]
 DataMode = Annotated[

@@ -246,7 +246,7 @@ def _megatron_findings(manifest: Manifest) -> Iterator[Finding]:
     mesh = manifest.info.get("args", {})
     grid = mesh.get("pipeline_model_parallel_size", 0) * mesh.get("tensor_model_parallel_size", 0)
     n_rng = objects_of.get("rng_state", 0)
-    if grid and n_rng != grid:
+    if grid and n_rng != grid and not (mesh.get("no_save_rng") and not n_rng):
         yield Finding(
             "rng-grid",
             Severity.WARNING,

@@ -51,6 +51,8 @@ class Facts:
     overlap_grad_reduce: bool | None = None
     use_distributed_optimizer: bool | None = None
     transformer_impl: str | None = None
+    no_save_rng: bool | None = None
+    """Whether random states were left out on purpose."""
 
     @property
     def tp(self) -> int | None:
