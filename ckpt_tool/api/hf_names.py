@@ -95,7 +95,10 @@ def with_hf_names(
     model = SECTIONS.index("model")
     is_model = (manifest.tensors.section == model).tolist()
     fqns = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if wanted]
-    found = _naming(fqns, options)
+    # Of all names, so that a part of the model is known for what it is.
+    everywhere = checkpoint.manifest.tensors
+    in_model = [fqn for row, fqn in enumerate(everywhere.fqns) if everywhere.section[row] == model]
+    found = _naming(in_model, options)
     if found is None:
         _refuse_unused(options)
         return None
@@ -103,7 +106,6 @@ def with_hf_names(
     facts = dict(_facts(checkpoint.manifest, options.facts or {}))
     vocab, vocab_notes = _true_vocab(checkpoint, matches, options.true_vocab)
     facts |= vocab
-    everywhere = checkpoint.manifest.tensors
     shapes = {fqn: everywhere.shape_of(row) for row, fqn in enumerate(everywhere.fqns)}
     renaming = rename(found.naming, matches, shapes, facts, is_whole=is_whole)
     kept = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if not wanted]

@@ -6,7 +6,7 @@ Every tensor is renamed, dropped for a reason that the naming gives, or refused:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -262,8 +262,12 @@ class _Applied:
         return unit
 
     def _said(self, rule: NamingRule) -> str:
-        said = [f"{name} = {self._facts[name].value:,} ({self._facts[name].evidence})" for name in sorted(rule.facts)]
-        return f" with {', '.join(said)}" if said else ""
+        return f" with {self._stated(rule.facts)}" if rule.facts else ""
+
+    def _stated(self, names: Iterable[str]) -> str:
+        return ", ".join(
+            f"{name} = {self._facts[name].value:,} ({self._facts[name].evidence})" for name in sorted(names)
+        )
 
     def _size(self, text: str, fqn: str) -> int:
         """The value of a size, exact."""
@@ -271,9 +275,8 @@ class _Applied:
         for operator, word in zip(["*", *words[1::2]], words[::2], strict=True):
             number = int(word) if word.isdecimal() else self._facts[word].value
             if number < 1 or (operator == "/" and value % number):
-                raise LayoutError(
-                    f"{text} is no whole number above 0, {word} is {number:,}", where=fqn, hint=_FACT_HINT
-                )
+                stated = self._stated(word for word in words[::2] if not word.isdecimal())
+                raise LayoutError(f"{text} is no whole number above 0 with {stated}", where=fqn, hint=_FACT_HINT)
             value = value * number if operator == "*" else value // number
         return value
 

@@ -156,6 +156,14 @@ def test_rows_that_are_not_proven_padding_are_kept(tmp_path: Path) -> None:
     assert any("rows from there on are not zero; --true-vocab 100 drops them" in note for note in conversion.notes)
 
 
+def test_a_part_of_the_model_has_the_same_names(tmp_path: Path) -> None:
+    """What is picked is known as a part of its model: the layers and tensors that were left out are not missed."""
+    source, whole = CHECKPOINTS / "td_full_t4p1/ckpt", dense_of(megatron_arrays(dense_shapes(4, 128)))
+    _, arrays = exported(source, tmp_path, include=["model.*.2.self_attention.linear_qkv.weight"])
+    names = [f"model.layers.2.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert_equal(arrays, {fqn: whole[fqn] for fqn in names})
+
+
 def test_names_can_be_kept(tmp_path: Path) -> None:
     """``family="none"`` takes off prefixes only, and facts without a family that takes them are refused."""
     _, arrays = exported(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path, family="none")
@@ -179,7 +187,7 @@ def test_all_state_keeps_the_optimizer_under_its_names(tmp_path: Path) -> None:
     [
         ({"heads": 8, "kv_heads": 4}, r"64 rows make head_dim 4 with heads = 8 .*, expected 8 \(args.kv_channels"),
         ({"heads": 4, "kv_heads": 4, "head_dim": 5}, "64 rows are not 4 groups of 3 equal pieces"),
-        ({"heads": 5}, "heads/kv_heads is no whole number above 0, kv_heads is 2"),
+        ({"heads": 5}, r"heads/kv_heads is no whole number above 0 with heads = 5 .*, kv_heads = 2 \(args"),
         ({"heads": 6, "kv_heads": 1, "head_dim": 8}, r"part 'q' has 48 rows .* says 32"),
     ],
 )

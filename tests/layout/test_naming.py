@@ -113,7 +113,7 @@ to = '{layer}.o'
     ("shape", "facts", "message"),
     [
         ((12, 2), {"heads": 4}, r"mine needs kv, which the checkpoint does not tell"),
-        ((12, 2), {"heads": 3, "kv": 2}, r"heads/kv is no whole number above 0, kv is 2"),
+        ((12, 2), {"heads": 3, "kv": 2}, r"heads/kv is no whole number above 0 with heads = 3 .*, kv = 2"),
         ((13, 2), {"heads": 4, "kv": 2}, r"13 rows are not 2 groups of 3 equal pieces \[2, 1\] with heads = 4"),
         ((12, 2), {"heads": 4, "kv": 2, "size": 3}, r"12 rows make size 2 .*, expected 3 \(the test\)"),
         ((12, 2), {"heads": 1, "kv": 1}, r"part 'q' has 6 rows .* but l.0.o \[2, 8\] says 8"),
