@@ -1,0 +1,79 @@
+"""A digest pass gives the CRC-32 of numpy's bytes for any cut, reads each byte once, and is not stopped by damage."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
+from ckpt_tool.errors import CoverageError, StorageError
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.summing import SummingStore
+from tests.strategies import partitions, shapes
+from tests.synthetic import Synthetic, limits, make_source
+
+
+def taken(source: Synthetic, store: Store, *, n_workers: int = 1, wide: bool = False, tile: int = 64) -> DigestPass:
+    """A pass over all tensors, with small tiles."""
+    rows = range(len(source.manifest.tensors))
+    recent = store.recent_crc32 if isinstance(store, SummingStore) else None
+    return digest_tensors(
+        source.manifest, rows, store, limits=limits(tile), wide=wide, n_workers=n_workers, recent_crc32=recent
+    )
+
+
+@given(st.data(), shapes(max_ndim=4), st.integers(1, 200), st.integers(1, 3))
+def test_any_cut(data: st.DataObject, shape: tuple[int, ...], tile: int, n_workers: int) -> None:
+    """Boxes, tiles and workers change nothing; what a store has summed is taken from it."""
+    array = np.random.default_rng(1).integers(0, 1 << 16, shape).astype("<u2")
+    source = make_source({"w": array, "b": np.arange(9)}, {"w": data.draw(partitions(shape)), "b": [Box((0,), (9,))]})
+    plain = taken(source, MemoryStore(source.files), n_workers=n_workers, wide=True, tile=tile)
+    summed = taken(source, SummingStore(MemoryStore(source.files)), n_workers=n_workers, wide=True, tile=tile)
+    assert plain.digests == summed.digests
+    expected = {row: zlib.crc32(source.arrays[fqn].tobytes()) for row, fqn in enumerate(source.manifest.tensors.fqns)}
+    assert {row: digest.crc32 for row, digest in plain.digests.items()} == expected
+
+
+def test_each_byte_once() -> None:
+    """As many bytes are read as the tensors have, and progress ends with all of them."""
+    halves = [Box((0, 0), (20, 4)), Box((0, 4), (20, 4))]
+    source = make_source({"w": np.arange(160, dtype="f4").reshape(20, 8)}, {"w": halves})
+    store = RecordingStore(MemoryStore(source.files))
+    seen: list[tuple[int, int]] = []
+    digest_tensors(
+        source.manifest, [0], store, limits=limits(64), wide=False, n_workers=1,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert store.nbytes == 640
+    assert seen[-1] == (640, 640)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_damage_stops_nothing_else(n_workers: int) -> None:
+    """A tensor with a hole, and one whose file is cut, have no digest and a reason; the others have theirs."""
+    arrays = {name: np.arange(64, dtype="i4") for name in ("a", "hole", "cut", "z")}
+    whole, half = [Box((0,), (64,))], [Box((0,), (32,))]
+    source = make_source(arrays, {"a": whole, "hole": half, "z": whole, "cut": whole}, n_files=1)
+    files = {path: data[:-100] for path, data in source.files.items()}
+    found = taken(source, MemoryStore(files), n_workers=n_workers)
+    index = source.manifest.tensors.index
+    assert {row: type(error) for row, error in found.unread.items()} == {
+        index["hole"]: CoverageError,
+        index["cut"]: StorageError,
+    }
+    assert {row: digest.crc32 for row, digest in found.digests.items()} == dict.fromkeys(
+        (index["a"], index["z"]), zlib.crc32(arrays["a"].tobytes())
+    )
+
+
+def test_nothing() -> None:
+    """Tensors without elements have a digest, and no tensors none."""
+    source = make_source({"e": np.zeros((0, 3), "f4")}, {"e": [Box((0, 0), (0, 3))]})
+    assert taken(source, MemoryStore(source.files)).digests[0].crc32 == 0
+    assert digest_tensors(source.manifest, [], MemoryStore({}), limits=limits(), wide=False, n_workers=1).digests == {}
