@@ -71,6 +71,17 @@ def test_what_is_sent_is_received(loaded: dict[int, list[dict[str, Any]]]) -> No
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
+def test_auto_shares_what_is_slow_to_read(loaded: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """On slow storage replicated state is read once and exchanged, state that nobody shares is not; all ranks agree."""
+    for rank in loaded[size]:
+        way, why, is_equal = rank["choices"]["replicas"]
+        assert (way, is_equal) == ("all-to-all", True)
+        assert f"each byte would be read {size:.2f} times; reading for oneself at" in why
+        assert [rank["choices"]["rows"][part] for part in (0, 2)] == ["none", True]
+        assert rank["choices"] == loaded[size][0]["choices"]
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2 x tp"])
 def test_real_models(loaded: dict[int, list[dict[str, Any]]], model: str, size: int) -> None:
     """A model sharded by torch's own FSDP2, and by tensor parallelism under it, gathers to the truth."""

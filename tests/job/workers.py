@@ -58,6 +58,7 @@ def layouts(rank: int, world_size: int, rendezvous: str, out: str) -> None:
     """Load every case both ways, and real FSDP2 models."""
     with _joined(rank, world_size, rendezvous):
         found = {name: {way: _case(name, way, world_size) for way in EXCHANGES} for name in CASES}
+        found["choices"] = _choices(world_size)
         found["models"] = {name: _model(name, world_size) for name in ("fsdp2", "fsdp2 x tp")}
         Path(f"{out}/{world_size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -141,6 +142,20 @@ def _case(name: str, way: str, world_size: int) -> dict[str, Any]:
     }
 
 
+def _choices(world_size: int) -> dict[str, Any]:
+    """What ``auto`` does on storage that gives a rank 1 MB a second: (way, why, whether the bits are right)."""
+    truth = _truth("hf_sharded")
+    mesh = init_device_mesh("cpu", (world_size,))
+    found: dict[str, Any] = {}
+    for name, placements in {"replicas": None, "rows": (ROWS,)}.items():
+        state = {fqn: _cut(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
+        with _store_of(_SlowStore):
+            report = ckpt_tool.load(state, _url("hf_sharded"))
+        equal = all(_bits(state[fqn]) == _bits(_cut(tensor, mesh, placements)) for fqn, tensor in truth.items())
+        found[name] = [report.exchange, report.why, equal]
+    return found
+
+
 def _model(name: str, world_size: int) -> dict[str, Any]:
     """A model as a training script builds it, filled from a checkpoint of another layout, against the truth."""
     common = _model_script()
@@ -213,11 +228,27 @@ def _reads(fault: Callable[[], Any]) -> Any:
         def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
             fault()
 
-    def faulty(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
-        store, listing = open_store(url)
-        return Faulty(store), listing
+    with _store_of(Faulty):
+        yield
 
-    load_module.open_store = faulty  # type: ignore[attr-defined]
+
+class _SlowStore(RecordingStore):
+    """Storage of 1 MB a second."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        time.sleep(buffer.nbytes * 1e-6)
+        super().read_into(path, offset, buffer)
+
+
+@contextmanager
+def _store_of(kind: type[RecordingStore]) -> Any:
+    """Payload is read through a store of this class."""
+
+    def opened(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
+        store, listing = open_store(url)
+        return kind(store), listing
+
+    load_module.open_store = opened  # type: ignore[attr-defined]
     try:
         yield
     finally:
