@@ -310,7 +310,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("legacy_nodist_t2", PP2, "--nodistopt --pp 2"),
         ("legacy_moe_e2", {}, "--moe seq --layers 2"),
         ("moe_dpr_e2", {"dp": 4, "ep": 4}, "--moe seq --layers 2 --ep 4"),
-        ("td_dpzero_moe_e2", {}, "--moe seq --layers 2"),
+        ("td_dpzero_moe_e2", {"tp": 2}, "--moe seq --layers 2 --tp 2 --etp 2 --zero-rows-from 104"),
     ],
 )
 def test_megatron_resumes(name: str, mesh: Mesh, run: str, launcher: Path, tmp_path: Path) -> None:
