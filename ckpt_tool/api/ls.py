@@ -167,12 +167,7 @@ class _Run:
         self._named = dict(_trackers(store, listing, files))
         files += _tagged(self._named, listing, files)
         if not files:
-            files = [StepFiles("", StepName(None, is_temporary=False), is_file=False, sizes=dict(listing.sizes))]
-            files[0].modified = max(listing.modified.values(), default=None)
-            if not judge(files[0], store, url).parts:
-                hint = 'name the folder that the steps lie in; "ckpt inspect" looks at a single checkpoint'
-                raise NotFound(f"no step of a run among {len(listing.sizes):,} files", where=url, hint=hint)
-            self.notes = ("it is one checkpoint, no run with steps",)
+            files = self._unnamed(listing)
         self.files = sorted(files, key=_order)
         parents = sorted({step.parent for step in files}, key=natural)
         if len(parents) > 1:
@@ -181,6 +176,18 @@ class _Run:
                 f"steps of {len(parents):,} folders are listed together: {shown}; give one for its own newest",
             )
         self._families = {step.path: families(step) for step in self.files if not step.is_file}
+
+    def _unnamed(self, listing: Listing) -> list[StepFiles]:
+        """The run as one checkpoint, or its folders that are one each, where none is called like a step."""
+        folders = [folder for folder, _ in judge(_files_below(listing, ""), self._store, self._url).parts]
+        if not folders:
+            hint = 'name the folder that the steps lie in; "ckpt inspect" looks at a single checkpoint'
+            raise NotFound(f"no step of a run among {len(listing.sizes):,} files", where=self._url, hint=hint)
+        if "" in folders:
+            self.notes = ("it is one checkpoint, no run with steps",)
+        else:
+            self.notes = ("no name tells a step: the last written one counts as the newest",)
+        return [_files_below(listing, folder) for folder in folders]
 
     def step(self, files: StepFiles) -> RunStep:
         """What is found of one step."""
@@ -269,13 +276,24 @@ def _tagged(named: dict[str, str], listing: Listing, files: Sequence[StepFiles])
     known = {step.path for step in files}
     for path, text in named.items():
         folder = f"{path.rpartition('/')[0]}/{text}".lstrip("/")
-        sizes = {each[len(folder) + 1 :]: n for each, n in listing.sizes.items() if each.startswith(f"{folder}/")}
-        if sizes and folder not in known:
+        step = _files_below(listing, folder, step_name(text))
+        if step.sizes and folder not in known:
             known.add(folder)
-            times = [seconds for each, seconds in listing.modified.items() if each.startswith(f"{folder}/")]
-            name = step_name(text) or StepName(None, is_temporary=False)
-            found.append(StepFiles(folder, name, is_file=False, sizes=sizes, modified=max(times, default=None)))
+            found.append(step)
     return found
+
+
+def _files_below(listing: Listing, folder: str, name: StepName | None = None) -> StepFiles:
+    """All files below a folder of the run, or of the run itself, as those of a step."""
+    prefix = f"{folder}/" if folder else ""
+    paths = [path for path in listing.sizes if path.startswith(prefix)]
+    return StepFiles(
+        folder,
+        name or StepName(None, is_temporary=False),
+        is_file=False,
+        sizes={path[len(prefix) :]: listing.sizes[path] for path in paths},
+        modified=max((listing.modified[path] for path in paths if path in listing.modified), default=None),
+    )
 
 
 def _target(path: str, text: str, files: Sequence[StepFiles]) -> StepFiles | None:

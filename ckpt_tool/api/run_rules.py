@@ -50,7 +50,7 @@ _GRIDS = (
 _OF_WORLD = re.compile(r"(.*?)_world_size_(\d+)_rank_(\d+)\.pt")
 _OF_SHARDS = re.compile(r"(.*?)-(\d+)-of-(\d+)\.(safetensors|bin)")
 _INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
-_RANKS = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:distcp|safetensors)")
+_RANKS = re.compile(r"(?:.*[/_])?(?:rank)?_(\d+)(?:_\d+)?\.(?:distcp|safetensors)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,3 +315,20 @@ def test_hostile_headers(tmp_path: Path) -> None:
     files = {f"step_{n}.safetensors": len(h).to_bytes(8, "little") + h for n, h in enumerate(headers)}
     found = ls(put(tmp_path, {**files, "step_9.safetensors": b"\xff" * 64}))
     assert [step.is_complete for step in found.steps] == [False] * 5
+
+
+def test_folders_of_any_name(tmp_path: Path) -> None:
+    """Where no name tells a step, every folder that is a checkpoint is one, and the last written is the newest."""
+    titan(tmp_path, "good", "new")
+    for name, seconds in (("good", 9000), ("new", 1000)):
+        for path in (tmp_path / name).iterdir():
+            os.utime(path, (seconds, seconds))
+    found = ls(tmp_path)
+    assert [step.path for step in found.steps] == ["new", "good"]
+    assert latest(found) == "good"
+    assert found.notes == ("no name tells a step: the last written one counts as the newest",)
+
+
+def test_layout_of_rank_files() -> None:
+    """The number of ranks that wrote files."""
+    assert [step.layout for step in ls(FIXTURES / "ckpt/rank_files_v1/ckpt").steps] == ["3 ranks"]
