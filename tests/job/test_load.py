@@ -82,9 +82,9 @@ def test_auto_shares_what_is_slow_to_read(loaded: dict[int, list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-@pytest.mark.parametrize("model", ["fsdp2", "fsdp2 x tp"])
+@pytest.mark.parametrize("model", ["fsdp2", "fsdp2 x tp", "fsdp1"])
 def test_real_models(loaded: dict[int, list[dict[str, Any]]], model: str, size: int) -> None:
-    """A model sharded by torch's own FSDP2, and by tensor parallelism under it, gathers to the truth."""
+    """A model sharded by torch's own FSDP2, by tensor parallelism under it, or by FSDP1, holds the truth."""
     for rank in loaded[size]:
         assert rank["models"][model]["different"] == []
         assert rank["models"][model]["n_tensors"] > 30
@@ -93,3 +93,4 @@ def test_real_models(loaded: dict[int, list[dict[str, Any]]], model: str, size: 
 def test_strided_shards_were_among_them(loaded: dict[int, list[dict[str, Any]]]) -> None:
     """FSDP2 over tensor parallelism on one dimension makes strided shards."""
     assert any("_StridedShard" in each for each in loaded[4][0]["models"]["fsdp2 x tp"]["placements"])
+    assert "ShardedTensor" in loaded[4][0]["models"]["fsdp1"]["placements"]

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -60,6 +61,7 @@ def layouts(rank: int, world_size: int, rendezvous: str, out: str) -> None:
         found = {name: {way: _case(name, way, world_size) for way in EXCHANGES} for name in CASES}
         found["choices"] = _choices(world_size)
         found["models"] = {name: _model(name, world_size) for name in ("fsdp2", "fsdp2 x tp")}
+        found["models"]["fsdp1"] = _fsdp1_model()
         Path(f"{out}/{world_size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -184,6 +186,33 @@ def _model(name: str, world_size: int) -> dict[str, Any]:
         "different": [key for key, value in full.items() if _bits(value) != _bits(truth[f"model.{key}"])],
         "n_tensors": len(full),
         "placements": sorted(kinds),
+    }
+
+
+def _fsdp1_model() -> dict[str, Any]:
+    """The sharded state dict of FSDP1, shard by shard against the truth."""
+    model = FullyShardedDataParallel(
+        _model_script().make_model(torch.float32, seed=999), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    ckpt_tool.load({"model": state}, _url("dcp_fsdp2_4r_fp32"))
+    truth = _truth("dcp_fsdp2_4r_fp32")
+    different = []
+    for key, value in state.items():
+        whole = truth[f"model.{key}"]
+        shards = value.local_shards() if isinstance(value, ShardedTensor) else []
+        parts = [(shard.tensor, shard.metadata.shard_offsets, shard.metadata.shard_sizes) for shard in shards]
+        if not isinstance(value, ShardedTensor):
+            parts = [(value, [0] * whole.ndim, list(whole.shape))]
+        for tensor, offsets, sizes in parts:
+            index = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            if _bits(tensor) != _bits(whole[index]):
+                different.append(key)
+    return {
+        "different": different,
+        "n_tensors": len(state),
+        "placements": sorted({type(value).__name__ for value in state.values()}),
     }
 
 
