@@ -215,6 +215,35 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             no_distributed_optimizer="legacy_nodist_t2",
         ),
     ),
+    "deepspeed": (
+        "DeepSpeed: ZeRO 0 to 3, pipeline, experts, tensor parallel",
+        _read(
+            "DeepSpeed 0.19.8",
+            ZeRO_0="deepspeed/ds_z0_fp32/ckpt",
+            ZeRO_1="deepspeed/ds_z1_fp32/ckpt",
+            BF16_Optimizer="deepspeed/ds_z1_bf16opt/ckpt",
+            ZeRO_2="deepspeed/ds_z2_bf16/ckpt",
+            round_robin="deepspeed/ds_z2_rr/ckpt",
+            alignment="deepspeed/ds_z2_align/ckpt",
+            elastic="deepspeed/ds_z2_elastic/ckpt",
+            ZeRO_3="deepspeed/ds_z3_bf16/ckpt",
+            sub_groups="deepspeed/ds_z3_sub/ckpt",
+            experts="deepspeed/ds_moe_ep2_z1/ckpt",
+            pipeline="deepspeed/ds_pp2_dp2_z1/ckpt",
+            AutoTP="deepspeed/ds_autotp2_z3/ckpt",
+        ),
+    ),
+    "deepspeed-universal": (
+        "universal checkpoints of DeepSpeed",
+        (
+            *_read(
+                "DeepSpeed 0.19.8",
+                from_ZeRO_2="deepspeed/ds_z2_bf16/ckpt/global_step3_universal",
+                from_ZeRO_3="deepspeed/ds_z3_bf16/ckpt/global_step3_universal",
+            ),
+            _written(_TORCH, "torch.load", "deepspeed/test_universal_writer.py"),
+        ),
+    ),
     "accelerate": (
         "a folder of accelerate: a checkpoint each for model and optimizer",
         _read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),
