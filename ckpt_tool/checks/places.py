@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from ckpt_tool.geometry.columns import BoolArray, Int64Array
-from ckpt_tool.manifest.tables import ChunkTable, packed_strides
+from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.manifest.tables import ChunkTable
 
 __all__ = ["global_indices", "is_packed", "packed_columns", "strides_of"]
 
@@ -33,7 +34,7 @@ def is_packed(chunks: ChunkTable, rows: Int64Array) -> BoolArray:
 def strides_of(chunks: ChunkTable, row: int, ndim: int) -> tuple[int, ...]:
     """Strides of one chunk in elements."""
     if chunks.strides is None:
-        return packed_strides(tuple(chunks.sizes[row, :ndim].tolist()))
+        return contiguous_strides(tuple(chunks.sizes[row, :ndim].tolist()))
     return tuple(chunks.strides[row, :ndim].tolist())
 
 

@@ -13,9 +13,10 @@ from ckpt_tool.checks.places import global_indices, strides_of
 from ckpt_tool.errors import CkptError
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.overlaps import exact_duplicates
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.tables import SECTIONS, packed_strides
+from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Store
 
@@ -71,7 +72,7 @@ class _Comparison:
         tensor = int(chunks.tensor[left])
         ndim, bits = int(tensors.ndim[tensor]), int(tensors.bits[tensor])
         strides = [strides_of(chunks, row, ndim) for row in (left, right)]
-        is_packed = all(s == packed_strides(tuple(chunks.sizes[left, :ndim].tolist())) for s in strides)
+        is_packed = all(s == contiguous_strides(tuple(chunks.sizes[left, :ndim].tolist())) for s in strides)
         is_alike = chunks.flags[left] == chunks.flags[right]
         if is_alike and is_packed and chunks.length[left] == chunks.length[right]:
             return self._guarded(left, right, max(bits // 8, 1))

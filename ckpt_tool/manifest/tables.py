@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, KeyPath, TensorMeta
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "FileTable",
     "IntArray",
     "TensorTable",
-    "packed_strides",
     "pad_shapes",
 ]
 
@@ -221,7 +221,7 @@ class ChunkTable:
         width = tensors.shape.shape[1]
         strides = None
         if any(r.strides is not None for r in rows):
-            strides = pad_shapes([r.strides or packed_strides(r.box.sizes) for r in rows], width, 1)
+            strides = pad_shapes([r.strides or contiguous_strides(r.box.sizes) for r in rows], width, 1)
         return cls.from_columns(
             tensor=[tensors.index[r.fqn] for r in rows],
             offsets=pad_shapes([r.box.offsets for r in rows], width, 0),
@@ -268,7 +268,7 @@ class ChunkTable:
         strides = None
         if self.strides is not None:
             found = tuple(self.strides[row, :ndim].tolist())
-            strides = None if found == packed_strides(tuple(self.sizes[row, :ndim].tolist())) else found
+            strides = None if found == contiguous_strides(tuple(self.sizes[row, :ndim].tolist())) else found
         return Chunk(
             fqn=tensors.fqns[tensor],
             box=self.box(row, ndim),
@@ -296,19 +296,6 @@ class ChunkTable:
     def replace(self, **columns: Any) -> ChunkTable:
         """A copy with some columns changed."""
         return replace(self, **columns)
-
-
-def packed_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements of a packed box.
-
-    >>> packed_strides((2, 3, 4)), packed_strides(())
-    ((12, 4, 1), ())
-    """
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, eq=False)

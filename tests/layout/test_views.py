@@ -84,10 +84,10 @@ def test_every_nth_row_and_column(data: st.DataObject, tile: int) -> None:
         starts.append(start)
         steps.append(step)
         counts.append(data.draw(st.integers(1, (size - 1 - start) // step + 1)))
-    box, step = Box(tuple(starts), tuple(counts)), (steps[0], steps[1])
+    box, taken_steps = Box(tuple(starts), tuple(counts)), (steps[0], steps[1])
     views = [
-        View("taken", box.sizes, (Part("a", box, (0, 0), (0, 1), step),)),
-        View("taken.T", box.sizes[::-1], (Part("a", box, (0, 0), (1, 0), step),)),
+        View("taken", box.sizes, (Part("a", box, (0, 0), (0, 1), taken_steps),)),
+        View("taken.T", box.sizes[::-1], (Part("a", box, (0, 0), (1, 0), taken_steps),)),
     ]
     rows, columns = (slice(o, o + (n - 1) * s + 1, s) for o, n, s in zip(starts, counts, steps, strict=True))
     taken = array[rows, columns]

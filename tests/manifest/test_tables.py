@@ -11,8 +11,9 @@ from hypothesis import given
 from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable, packed_strides, pad_shapes
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable, pad_shapes
 from tests.manifest.made import manifests
 
 W = TensorMeta("w", DTYPES["bfloat16"], (4, 2), "model", ("model", "w"))
@@ -98,7 +99,7 @@ def test_packed_strides_are_no_strides() -> None:
     where = FileRange("a", 0, 16)
     rows = [
         Chunk("w", Box((0, 0), (4, 2)), where, (1, 4), 0, 3),
-        Chunk("w", Box((0, 0), (4, 2)), where, packed_strides((4, 2)), 0, None),
+        Chunk("w", Box((0, 0), (4, 2)), where, contiguous_strides((4, 2)), 0, None),
     ]
     table = ChunkTable.from_records(rows, tensors, files)
     assert [table.record(row, tensors, files).strides for row in range(2)] == [(1, 4), None]

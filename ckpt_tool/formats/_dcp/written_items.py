@@ -16,8 +16,8 @@ from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._zip.layout import ZipLayout, item_layout, torch_members
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob
-from ckpt_tool.manifest.tables import packed_strides
 
 __all__ = ["ItemKind", "ItemKinds", "foreign_names", "is_writable", "object_item"]
 
@@ -112,7 +112,7 @@ def _lay_out(dtype: DType, sizes: tuple[int, ...]) -> ItemKind:
         numel *= size
     nbytes = dtype.nbytes(numel)
     storage = StorageRef(dtype, "0", "cpu", numel) if dtype.storage else StorageRef(None, "0", "cpu", nbytes)
-    tensor = TensorRef(storage, 0, sizes, packed_strides(sizes), dtype)
+    tensor = TensorRef(storage, 0, sizes, contiguous_strides(sizes), dtype)
     layout = item_layout(dump_pickle(tensor), (nbytes,))
     start = layout.payload_offsets[_PAYLOAD_MEMBER]
     if nbytes:

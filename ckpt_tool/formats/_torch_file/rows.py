@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._torch_file.placed import Piece
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import FileEntry, KeyPath, TensorMeta
-from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, TensorTable, packed_strides, pad_shapes
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, TensorTable, pad_shapes
 
 __all__ = ["Rows", "StoragePlace"]
 
@@ -83,7 +84,7 @@ class Rows:
                 f"elements end at byte {(first + span) * width:,} of storage {place.key!r}, which has {place.nbytes:,}",
                 where=f"{place.file.path}: {self.metas[tensor].fqn}",
             )
-        packed = packed_strides(box.sizes)
+        packed = contiguous_strides(box.sizes)
         strides = tuple(p if size == 1 else s for p, (_, size, s) in zip(packed, steps, strict=True))
         flags = ChunkFlag.NONE if place.is_exact else ChunkFlag.UNRESOLVED
         if big_endian and source.dtype.component_bytes > 1:
@@ -110,7 +111,7 @@ class Rows:
         boxes = [chunk[1].box for chunk in self._chunks]
         strides = None
         if any(chunk[7] is not None for chunk in self._chunks):
-            found = [chunk[7] or packed_strides(box.sizes) for chunk, box in zip(self._chunks, boxes, strict=True)]
+            found = [chunk[7] or contiguous_strides(box.sizes) for chunk, box in zip(self._chunks, boxes, strict=True)]
             strides = pad_shapes(found, width, 1)
         chunks = ChunkTable.from_columns(
             tensor=[chunk[0] for chunk in self._chunks],

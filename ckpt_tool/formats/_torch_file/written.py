@@ -19,8 +19,9 @@ from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
 from ckpt_tool.formats.base import Segment
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
-from ckpt_tool.manifest.tables import TensorTable, packed_strides
+from ckpt_tool.manifest.tables import TensorTable
 
 __all__ = ["WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
@@ -37,7 +38,7 @@ def fresh_tensor(key: int, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
     # torch.load has no typed storage of complex32, and torch.save writes it untyped (torch 2.13).
     is_typed = dtype.storage is not None and dtype.name != "complex32"
     storage = StorageRef(dtype if is_typed else None, str(key), "cpu", numel if is_typed else dtype.nbytes(numel))
-    return TensorRef(storage, 0, shape, packed_strides(shape), dtype)
+    return TensorRef(storage, 0, shape, contiguous_strides(shape), dtype)
 
 
 def check_dtypes(tensors: TensorTable) -> None:

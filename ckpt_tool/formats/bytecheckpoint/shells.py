@@ -15,7 +15,8 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, TensorTable, packed_strides, pad_shapes
+from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, TensorTable, pad_shapes
 
 __all__ = ["place_chunks"]
 
@@ -60,7 +61,7 @@ def place_chunks(tensors: TensorTable, chunks: ChunkTable, recorded: object, whe
     placed = chunks.replace(offset=offset, length=length, flags=flags)
     if not strides:
         return placed
-    rows = [strides.get(row, packed_strides(extent)) for row, extent in enumerate(columns[2])]
+    rows = [strides.get(row, contiguous_strides(extent)) for row, extent in enumerate(columns[2])]
     return placed.replace(strides=pad_shapes(rows, chunks.sizes.shape[1], 1))
 
 

@@ -31,9 +31,10 @@ from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_file
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, mapping, number_of, open_checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.vectors import MASTER
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, IntArray, packed_strides
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
 __all__ = ["READER", "UniversalReader"]
 
@@ -219,7 +220,7 @@ class _States:
             known = whole[0] if whole else known
         if prod(known) != tensor.numel:
             raise FormatError(f"has {tensor.numel:,} elements, {name!r} is {list(known)}", where=file.path)
-        return replace(tensor, shape=tuple(known), strides=packed_strides(known))
+        return replace(tensor, shape=tuple(known), strides=contiguous_strides(known))
 
     def _targets(self, mp: int, name: str) -> Sequence[Any]:
         return self.placement.targets(mp, name) if name in self.weights.shapes[mp] else ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import FileEntry
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable, packed_strides
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 
 __all__ = ["joined", "with_folder"]
 
@@ -71,5 +72,5 @@ def _widened(column: IntArray, width: int, fill: int) -> IntArray:
 def _strides(chunks: ChunkTable) -> IntArray:
     if chunks.strides is not None:
         return chunks.strides
-    packed = [packed_strides(tuple(sizes)) for sizes in chunks.sizes.tolist()]
+    packed = [contiguous_strides(tuple(sizes)) for sizes in chunks.sizes.tolist()]
     return np.array(packed, dtype=np.int64).reshape(len(chunks), chunks.sizes.shape[1])

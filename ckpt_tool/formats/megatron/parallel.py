@@ -16,7 +16,7 @@ from importlib import resources
 from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.manifest.tables import packed_strides
+from ckpt_tool.geometry.runs import contiguous_strides
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -80,7 +80,7 @@ def view(tensor: TensorRef, start: int, shape: tuple[int, ...]) -> TensorRef:
         numel *= size
     if not tensor.is_contiguous or start + numel > tensor.numel:
         raise FormatError(f"elements {start:,} to {start + numel:,} of a tensor of shape {list(tensor.shape)}")
-    return replace(tensor, offset=tensor.offset + start, shape=shape, strides=packed_strides(shape))
+    return replace(tensor, offset=tensor.offset + start, shape=shape, strides=contiguous_strides(shape))
 
 
 def placed_views(

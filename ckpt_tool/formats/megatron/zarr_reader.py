@@ -26,10 +26,11 @@ from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
 from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable, packed_strides
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 
 __all__ = ["READER", "MegatronZarrReader"]
 
@@ -212,7 +213,7 @@ def _array(text: bytes, where: str) -> _Array:
 
 def _chunks(source: Source, paths: Sequence[str], fqn: str, array: _Array) -> Iterator[Chunk]:
     """Chunks that have a file; files are whole chunks also where the array ends within them."""
-    strides = packed_strides(array.chunks)
+    strides = contiguous_strides(array.chunks)
     whole_nbytes = array.dtype.itemsize * int(np.prod(array.chunks, dtype=np.int64))
     for path in paths:
         name = path.rpartition("/")[2]

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tool.dtypes import DType
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import chunk_bounds
-from ckpt_tool.manifest.tables import packed_strides
+from ckpt_tool.geometry.runs import contiguous_strides
 
 __all__ = ["Grid", "grid_of", "group_record"]
 
@@ -64,7 +64,7 @@ def group_record(grid: Grid, dtype: DType, shape: tuple[int, ...]) -> dict[str, 
             "data": {
                 "global_shape": list(shape),
                 "dtype": f"torch.{dtype.name}",
-                "stride": list(packed_strides(shape)),
+                "stride": list(contiguous_strides(shape)),
                 "mesh_spec": {
                     "device_type": "cpu",
                     "mesh_shape": grid.sizes,

@@ -24,8 +24,8 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.torch_checkpointing.files import SAFETENSORS, TORCH, StoredFile
 from ckpt_tool.formats.torch_checkpointing.metadata import Group, Saved
 from ckpt_tool.formats.torch_checkpointing.sharding import TensorPlacements
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import FileEntry, KeyPath
-from ckpt_tool.manifest.tables import packed_strides
 
 __all__ = ["Opened", "open_files", "placed_by"]
 
@@ -88,7 +88,7 @@ def _safetensors_part(file: StoredFile, header: Header, nbytes: int, paths: Mapp
         is_typed = stored.dtype.storage is not None
         numel = stored.nbytes * 8 // stored.dtype.bits if is_typed else stored.nbytes
         storage = StorageRef(stored.dtype if is_typed else None, key, "cpu", numel)
-        tensor = TensorRef(storage, 0, stored.shape, packed_strides(stored.shape), stored.dtype)
+        tensor = TensorRef(storage, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype)
         path = (file.item, *paths.get(stored.name, (stored.name,)))
         entries.append(Entry(".".join(map(str, path)), path, tensor))
         storages[key] = StoragePlace(key, home, header.data_start + stored.start, stored.nbytes)

@@ -13,7 +13,7 @@ from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
 from ckpt_tool.formats.megatron.parallel import built_in_rules, placed_views, view
-from ckpt_tool.manifest.tables import packed_strides
+from ckpt_tool.geometry.runs import contiguous_strides
 from tests.formats.megatron.run import cut
 
 FLOAT = dtype("float32")
@@ -22,7 +22,7 @@ FLOAT = dtype("float32")
 def described(shape: tuple[int, ...]) -> TensorRef:
     """A packed tensor of its own storage."""
     numel = int(np.prod(shape, dtype=np.int64))
-    return TensorRef(StorageRef(FLOAT, "0", "cpu", numel), 0, shape, packed_strides(shape), FLOAT)
+    return TensorRef(StorageRef(FLOAT, "0", "cpu", numel), 0, shape, contiguous_strides(shape), FLOAT)
 
 
 @given(st.sampled_from(["column", "row", "gated", "whole"]), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
