@@ -13,7 +13,7 @@ from importlib import resources
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.names import spellings
-from ckpt_tool.layout.rules import RuleSet, load_rules
+from ckpt_tool.layout.rules import RuleSet, load_rules, typical_names
 
 __all__ = ["Detection", "builtin_families", "detect_family"]
 
@@ -29,15 +29,21 @@ class Detection:
 
 
 @cache
-def builtin_families() -> dict[str, RuleSet]:
-    """All families by name. Reads the package's own files, once."""
+def _texts() -> dict[str, str]:
+    """The rules file of each family, by name. Reads the package's own files, once."""
     folder = resources.files("ckpt_tool.layout") / "families"
-    families = [
-        load_rules(entry.read_text(encoding="utf-8"), source=entry.name)
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
-        if entry.name.endswith(".toml")
-    ]
-    return {family.name: family for family in families}
+    entries = sorted((e for e in folder.iterdir() if e.name.endswith(".toml")), key=lambda entry: entry.name)
+    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in entries}
+
+
+@cache
+def _family(name: str) -> RuleSet:
+    return load_rules(_texts()[name], source=f"{name}.toml")
+
+
+def builtin_families() -> dict[str, RuleSet]:
+    """All families by name."""
+    return {name: _family(name) for name in _texts()}
 
 
 def detect_family(fqns: Iterable[str]) -> Detection:
@@ -53,11 +59,13 @@ def detect_family(fqns: Iterable[str]) -> Detection:
     readings = [[spelling.parameter for spelling in spellings(fqn, {})] for fqn in sorted(distinct)]
     ranked: list[tuple[int, int, str, RuleSet]] = []
     nearest: list[tuple[int, str, str]] = []
-    for family in builtin_families().values():
-        missing = [p.pattern for p in family.detect if not any(p.search(name) for names in readings for name in names)]
-        if missing:
-            nearest.append((len(family.detect) - len(missing), family.name, missing[0]))
+    for family_name, text in _texts().items():
+        detect = typical_names(text)
+        missing = [p.pattern for p in detect if not any(p.search(name) for names in readings for name in names)]
+        if missing:  # its rules are not compiled at all
+            nearest.append((len(detect) - len(missing), family_name, missing[0]))
             continue
+        family = _family(family_name)
         covered = sum(any(family.match(name) for name in names) for names in readings)
         ranked.append((covered, len(family.detect), family.name, family))
     if not ranked:
@@ -65,7 +73,7 @@ def detect_family(fqns: Iterable[str]) -> Detection:
         near = f"; nearest is {name}, without {pattern!r}" if n_found else ""
         raise LayoutError(
             f"the names of {len(distinct):,} kinds of tensors fit no known family{near}",
-            hint=f"give rules with --rules FILE; known families are {', '.join(builtin_families())}",
+            hint=f"give rules with --rules FILE; known families are {', '.join(_texts())}",
         )
     ranked.sort(key=lambda entry: (-entry[0], -entry[1], entry[2]))
     covered, n_typical, name, family = ranked[0]

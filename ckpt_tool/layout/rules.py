@@ -41,7 +41,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Kind", "Rule", "RuleMatch", "RuleSet", "load_rules"]
+__all__ = ["Kind", "Rule", "RuleMatch", "RuleSet", "load_rules", "typical_names"]
 
 Kind = Literal[
     "column", "row", "vocab", "replicated", "whole", "fused",
@@ -189,6 +189,11 @@ def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None)
         detect=tuple(_compiled(pattern, f"{source}: detect") for pattern in family.get("detect", [])),
     )
     return own if base is None else base.preceded_by(own)
+
+
+def typical_names(text: str) -> tuple[re.Pattern[str], ...]:
+    """The ``detect`` patterns of a family's own rules file, without its rules: those are many and cost to compile."""
+    return tuple(re.compile(pattern) for pattern in tomllib.loads(text).get("family", {}).get("detect", []))
 
 
 def _rules(tables: Sequence[Mapping[str, Any]], layer_pattern: str, source: str) -> Iterator[Rule]:

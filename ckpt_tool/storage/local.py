@@ -95,7 +95,12 @@ class LocalStore:
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""
-        return fetch_all(lambda r: self.read(r.path, r.offset, r.length), ranges, concurrency=self.cost.concurrency)
+        return fetch_all(
+            lambda r: self.read(r.path, r.offset, r.length),
+            ranges,
+            concurrency=self.cost.concurrency,
+            may_be_cached=True,
+        )
 
     def close(self) -> None:
         """Close all files; further reads fail."""

@@ -42,6 +42,12 @@ class Payload:
     end: int
     """Where the storage ends; the item goes on behind it."""
 
+    def moved(self, start: int) -> Payload:
+        """The same in an item that begins at byte ``start``."""
+        return Payload(
+            self.dtype, self.shape, start + self.offset, self.length, self.strides, self.flags, start + self.end
+        )
+
 
 class ItemHeads:
     """Payloads by the first bytes of items; each distinct head is parsed once.

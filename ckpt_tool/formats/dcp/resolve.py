@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -153,7 +153,7 @@ class _ItemReader:
             self._check(row, payload, where)
         except CkptError as error:
             return Located(row, None, error)
-        return Located(row, replace(payload, offset=start + payload.offset, end=start + payload.end))
+        return Located(row, payload.moved(start))
 
     def _by_directory(self, item: FileRange, content: bytes | None, where: str) -> Payload:
         def read(offset: int, length: int) -> bytes:
