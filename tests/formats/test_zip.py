@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import struct
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -243,13 +242,11 @@ def test_a_layout_checks_what_it_is_given() -> None:
         ZipLayout([], alignment=1 << 16)
 
 
-def test_another_item_of_a_kind_is_cheap() -> None:
-    """Items of equal shape share a layout: far below a millisecond each (20 microseconds at rest)."""
-    assert item_layout(b"x" * 250, (100,)) is item_layout(b"x" * 250, (100,))
-    started = time.perf_counter()
-    for crc in range(1_000):
-        item_layout(b"x" * 250, (100,)).tail([crc])
-    assert time.perf_counter() - started < 0.5
+def test_items_of_a_kind_share_their_layout() -> None:
+    """A layout is computed once for items of equal shape; only checksums differ."""
+    layout = item_layout(b"x" * 250, (100,))
+    assert item_layout(b"x" * 250, (100,)) is layout
+    assert layout.tail([1]) != layout.tail([2])
 
 
 def _patched(data: bytes, offset: int, raw: bytes) -> bytes:
