@@ -16,6 +16,7 @@ from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_chec
 from ckpt_tool.api.neighbours import NeighbourFinder
 from ckpt_tool.api.pairing import Pairing, is_noise, name_map, pair_tensors
 from ckpt_tool.api.template import is_template, open_template
+from ckpt_tool.api.workers import available_cores
 from ckpt_tool.compare.confirm import Confirmer, Place
 from ckpt_tool.compare.reasons import Reason, explain, is_cast
 from ckpt_tool.compare.report import STATUSES, DiffReport, Measures, ObjectDiff, Side, TensorDiff
@@ -363,7 +364,7 @@ def _side(checkpoint: Checkpoint) -> Side:
 def _n_workers(asked: int | None, a: Checkpoint, b: Checkpoint) -> int:
     if asked is not None:
         return max(asked, 1)
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n_cores = available_cores()
     concurrency = max(side.source.store.cost.concurrency for side in (a, b))
     # Where requests wait for a network, more of them than cores are worth having under way.
     return max(n_cores, concurrency) if concurrency > 8 else n_cores

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint, plan_limits
+from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
 from ckpt_tool.errors import CkptError, NotFound, StorageError
@@ -100,7 +101,7 @@ def take_digests(
 ) -> Taken:
     """Digests of the tensors at ``rows`` that can be read, and why others cannot."""
     base = checkpoint.source.store
-    n_threads = _n_workers(n_workers, base.cost.concurrency)
+    n_threads = reading_workers(n_workers, base.cost.concurrency)
     unread = _resolved(checkpoint, list(rows))
     manifest = checkpoint.manifest
     left = [row for row in rows if row not in unread]
@@ -195,11 +196,3 @@ def _files(checkpoint: Checkpoint, summing: SummingStore, kind: FileSum, n_threa
         return FileDigest(path, nbytes, summing.file_crc32(path, nbytes))
 
     return tuple(fetch_all(summed, listing.paths, concurrency=n_threads))
-
-
-def _n_workers(asked: int | None, concurrency: int) -> int:
-    if asked is not None:
-        return max(asked, 1)
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Where requests wait for a network, more of them than cores are worth having under way.
-    return max(n_cores, concurrency) if concurrency > 8 else min(n_cores, concurrency * 2)

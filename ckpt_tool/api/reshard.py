@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,17 +19,16 @@ from ckpt_tool.api.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
+from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import BoxTable, PlacingWriter, Writer, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.geometry.overlaps import exact_duplicates
-from ckpt_tool.layout.family import detect_family
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
 from ckpt_tool.layout.place import Placed, place
-from ckpt_tool.layout.rules import RuleSet, load_rules
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
@@ -126,7 +124,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         boxes = whole_boxes(tensors)
     else:
         needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
-        rule_set, evidence = _rules(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
+        rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
         placed = place(
             tensors.fqns,
             [tensors.shape_of(row) for row in range(len(tensors))],
@@ -184,27 +182,6 @@ def _carried(
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
     return dict(zip(mesh.axes, mesh.sizes, strict=True))
-
-
-def _rules(
-    fqns: Sequence[str], path: str | os.PathLike[str] | None, *, is_optional: bool
-) -> tuple[RuleSet, tuple[str, ...]]:
-    """The user's rules in front of those of the family that the names fit, and how the family was told."""
-    text = ""
-    if path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error
-    source = "rules" if path is None else os.fspath(path)
-    try:
-        detection = detect_family(fqns)
-    except LayoutError:
-        if path is None and not is_optional:
-            raise
-        return load_rules(text, source=source), ()
-    evidence = tuple(f"family {sentence}" for sentence in detection.evidence)
-    return (detection.family if path is None else load_rules(text, source=source, base=detection.family)), evidence
 
 
 def _numbered_parameters(manifest: Manifest) -> dict[int, str]:

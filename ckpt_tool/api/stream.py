@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.selection import select_tensors
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.errors import UsageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.layout.family import detect_family
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
 from ckpt_tool.layout.place import place
-from ckpt_tool.layout.rules import RuleSet, load_rules
 from ckpt_tool.manifest.model import Manifest
 
 __all__ = ["DEFAULT_STREAM_MEMORY_BYTES", "stream"]
@@ -110,7 +108,7 @@ def _boxes_of_rank(
         tensors.fqns,
         [tensors.shape_of(row) for row in range(len(tensors))],
         mesh,
-        _rules(tensors.fqns, rules, is_optional=default is not None) if needs_rules else None,
+        rules_for(tensors.fqns, rules, is_optional=default is not None)[0] if needs_rules else None,
         dp_mode=dp_mode,
         default=default,
     )
@@ -121,24 +119,6 @@ def _boxes_of_rank(
         box = Box(tuple(placed.offsets[row, :ndim].tolist()), tuple(placed.sizes[row, :ndim].tolist()))
         found.setdefault(tensor, []).append(box)
     return [(tensors.fqns[tensor], boxes) for tensor, boxes in found.items()]
-
-
-def _rules(fqns: Sequence[str], path: str | os.PathLike[str] | None, *, is_optional: bool) -> RuleSet:
-    """The user's rules in front of those of the family that the names fit."""
-    text, source = "", "rules"
-    if path is not None:
-        source = os.fspath(path)
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"the rules file cannot be read: {error.strerror}", where=source) from error
-    try:
-        family = detect_family(fqns).family
-    except LayoutError:
-        if path is None and not is_optional:
-            raise
-        return load_rules(text, source=source)
-    return family if path is None else load_rules(text, source=source, base=family)
 
 
 def _batches(

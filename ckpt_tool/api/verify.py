@@ -11,6 +11,7 @@ from dataclasses import replace
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
 from ckpt_tool.api.digest import read_manifest
 from ckpt_tool.api.digest_check import check_digests
+from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
@@ -124,7 +125,7 @@ def _report(
                 headers,
                 store=store,
                 memory_budget_bytes=memory_budget_bytes // 2,  # the other half is for decoded content and columns
-                n_workers=_n_workers(n_workers, source.store.cost.concurrency),
+                n_workers=reading_workers(n_workers, source.store.cost.concurrency),
                 progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
             )
             findings = [*structure, *content.findings, *headers.findings]  # of equal ones the first is kept
@@ -148,11 +149,3 @@ def _load_groups(checkpoint: Checkpoint) -> None:
     rows = [row for row, blob in enumerate(checkpoint.manifest.blobs) if "param_groups" in blob.fqn]
     with suppress(CkptError):
         checkpoint.load_blobs(rows)
-
-
-def _n_workers(asked: int | None, concurrency: int) -> int:
-    if asked is not None:
-        return max(asked, 1)
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Where requests wait for a network, more of them than cores are worth having under way.
-    return max(n_cores, concurrency) if concurrency > 8 else min(n_cores, concurrency * 2)

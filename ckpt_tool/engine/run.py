@@ -19,7 +19,7 @@ from ckpt_tool.checksum import crc32_combine
 from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progress, RunReport
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.pool import run_units
-from ckpt_tool.engine.sinks import OrderedSink, RandomSink
+from ckpt_tool.engine.sinks import OrderedSink, RandomSink, Sink
 from ckpt_tool.engine.worker import Worker
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import LayOut, Segment
@@ -63,7 +63,7 @@ def _run(
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}
     for entry in files:
         target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
-    sink = OrderedSink(target, _early(layout)) if target.is_sequential else RandomSink(target)
+    sink: Sink = OrderedSink(target, _early(layout)) if target.is_sequential else RandomSink(target)
     total = plan.stats.written_nbytes
     unit_nbytes = _unit_nbytes(plan)
     resumed = int(sum(unit_nbytes[unit] for unit in done))

@@ -45,6 +45,7 @@ from importlib import resources
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.layout.rules import check_keys, compiled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -161,9 +162,9 @@ def load_naming(
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise LayoutError(f"not valid TOML: {error}", where=source) from error
-    _check_keys(document, {"naming", "facts", "rule", "refuse"}, source)
+    check_keys(document, {"naming", "facts", "rule", "refuse"}, source)
     head = document.get("naming", {})
-    _check_keys(head, _NAMING_KEYS, f"{source}: [naming]")
+    check_keys(head, _NAMING_KEYS, f"{source}: [naming]")
     if "base" in head:
         found = builtin_namings() if known is None else known
         if head["base"] not in found:
@@ -174,8 +175,8 @@ def load_naming(
         name=head.get("name", source),
         family=head.get("family", plain.family),
         rules=(),
-        detect=tuple(_compiled(pattern, f"{source}: detect") for pattern in head.get("detect", [])),
-        absent=tuple(_compiled(pattern, f"{source}: absent") for pattern in head.get("absent", [])),
+        detect=tuple(compiled(pattern, f"{source}: detect") for pattern in head.get("detect", [])),
+        absent=tuple(compiled(pattern, f"{source}: absent") for pattern in head.get("absent", [])),
         facts=tuple(_checked_facts(document.get("facts", {}), source)),
         refused=tuple((str(entry.get("fact")), str(entry.get("because"))) for entry in document.get("refuse", [])),
         layers=head.get("layers", plain.layers),
@@ -187,11 +188,11 @@ def load_naming(
 
 
 def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
-    _check_keys(table, _RULE_KEYS, where)
+    check_keys(table, _RULE_KEYS, where)
     match, to, drop = table.get("match"), table.get("to", ""), table.get("drop", "")
     if not isinstance(match, str) or not isinstance(to, str) or bool(to) == bool(drop):
         raise LayoutError("a rule needs match, a regular expression over names, and either to or drop", where=where)
-    pattern = _compiled(match.replace("{layers}", naming.layers).replace("{experts}", naming.experts), where)
+    pattern = compiled(match.replace("{layers}", naming.layers).replace("{experts}", naming.experts), where)
     parts = tuple(_part(part, where) for part in table.get("parts", []))
     rule = NamingRule(
         pattern=pattern,
@@ -218,7 +219,7 @@ def _part(value: Any, where: str) -> NamedPart:
         return NamedPart(value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise LayoutError(f"a part is a name, or a table with name and weight; got {value!r}", where=where)
-    _check_keys(value, {"name", "weight"}, where)
+    check_keys(value, {"name", "weight"}, where)
     return NamedPart(value["name"], _size(value.get("weight", 1), where))
 
 
@@ -230,14 +231,14 @@ def _size(value: Any, where: str) -> str:
 
 
 def _witness(table: Mapping[str, Any], parts: Sequence[NamedPart], where: str) -> Witness:
-    _check_keys(table, {"tensor", "dim", "part"}, where)
+    check_keys(table, {"tensor", "dim", "part"}, where)
     pair, dim, name = table.get("tensor"), table.get("dim"), table.get("part")
     position = next((number for number, part in enumerate(parts) if part.name == name), None)
     if not isinstance(pair, list) or len(pair) != 2 or type(dim) is not int or position is None:
         raise LayoutError(
             "a witness needs tensor (pattern, replacement), dim (a number) and part (a name)", where=where
         )
-    return Witness(_compiled(pair[0], where), pair[1], dim, position)
+    return Witness(compiled(pair[0], where), pair[1], dim, position)
 
 
 def _checked_facts(table: Mapping[str, Any], source: str) -> list[tuple[str, int]]:
@@ -245,16 +246,3 @@ def _checked_facts(table: Mapping[str, Any], source: str) -> list[tuple[str, int
     if wrong is not None:
         raise LayoutError(f"fact {wrong} must be a number above 0, got {table[wrong]!r}", where=source)
     return list(table.items())
-
-
-def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise LayoutError(f"unknown key {unknown[0]!r}", where=where, hint=f"known are {', '.join(sorted(known))}")
-
-
-def _compiled(pattern: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise LayoutError(f"{pattern!r} is no regular expression: {error}", where=where) from error

@@ -41,7 +41,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Kind", "Rule", "RuleMatch", "RuleSet", "load_rules", "typical_names"]
+__all__ = ["Kind", "Rule", "RuleMatch", "RuleSet", "check_keys", "compiled", "load_rules", "typical_names"]
 
 Kind = Literal[
     "column", "row", "vocab", "replicated", "whole", "fused",
@@ -178,15 +178,15 @@ def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None)
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise LayoutError(f"not valid TOML: {error}", where=source) from error
-    _check_keys(document, {"family", "rule"}, source)
+    check_keys(document, {"family", "rule"}, source)
     family = document.get("family", {})
-    _check_keys(family, _FAMILY_KEYS, f"{source}: [family]")
+    check_keys(family, _FAMILY_KEYS, f"{source}: [family]")
     layer_pattern = family.get("layer_pattern", base.layer_pattern if base else r"(?:.*\.)?(?P<layer>\d+)")
     own = RuleSet(
         name=family.get("name", source),
         rules=tuple(_rules(document.get("rule", []), layer_pattern, source)),
         layer_pattern=layer_pattern,
-        detect=tuple(_compiled(pattern, f"{source}: detect") for pattern in family.get("detect", [])),
+        detect=tuple(compiled(pattern, f"{source}: detect") for pattern in family.get("detect", [])),
     )
     return own if base is None else base.preceded_by(own)
 
@@ -199,7 +199,7 @@ def typical_names(text: str) -> tuple[re.Pattern[str], ...]:
 def _rules(tables: Sequence[Mapping[str, Any]], layer_pattern: str, source: str) -> Iterator[Rule]:
     for number, table in enumerate(tables, start=1):
         where = f"{source}: rule {number}"
-        _check_keys(table, _RULE_KEYS, where)
+        check_keys(table, _RULE_KEYS, where)
         kind, match, dim, stage = str(table.get("kind")), table.get("match"), table.get("dim"), table.get("stage")
         if not isinstance(match, str):
             raise LayoutError("a rule needs match, a regular expression over names", where=where)
@@ -209,7 +209,7 @@ def _rules(tables: Sequence[Mapping[str, Any]], layer_pattern: str, source: str)
             raise LayoutError(f"unknown stage {stage!r}", where=where, hint=f"one of {', '.join(get_args(StageName))}")
         if dim is not None and (not isinstance(dim, int) or dim < 0):
             raise LayoutError(f"dim must be a number from 0, got {dim!r}", where=where)
-        pattern = _compiled(match.replace("{layer}", layer_pattern), where)
+        pattern = compiled(match.replace("{layer}", layer_pattern), where)
         layer_group, expert_group = table.get("layer", "layer"), table.get("expert", "expert")
         needed = [layer_group] * ("layer" in table or stage == "layer") + [expert_group] * ("expert" in table)
         for group in needed:
@@ -235,13 +235,15 @@ def _checked_parts(parts: Any, *, is_fused: bool, where: str) -> tuple[Part, ...
     return tuple(parts)
 
 
-def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+def check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raise LayoutError for a key that a table of rules cannot have."""
     unknown = sorted(set(table) - known)
     if unknown:
         raise LayoutError(f"unknown key {unknown[0]!r}", where=where, hint=f"known are {', '.join(sorted(known))}")
 
 
-def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """A pattern of a rules file, or a LayoutError that names it."""
     try:
         return re.compile(pattern)
     except re.error as error:

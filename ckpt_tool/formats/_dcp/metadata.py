@@ -8,16 +8,15 @@ Source of the layout: torch/distributed/checkpoint/metadata.py and filesystem.py
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.nodes import Fields, Global, Stub
 from ckpt_tool.manifest.model import KeyPath
@@ -27,7 +26,6 @@ __all__ = [
     "MetadataFile",
     "StorageInfo",
     "TensorItem",
-    "collector_paused",
     "foreign_root",
     "load_metadata",
     "rank_metadata",
@@ -233,15 +231,3 @@ def _expect(value: Any, kind: type, what: str, path: str) -> Any:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Hundreds of thousands of records without cycles: looking for garbage among them doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ckpt_tool.errors import FormatError
 
-__all__ = ["pickle_end", "starts_pickle"]
+__all__ = ["pickle_end"]
 
 # Opcode tables: CPython Lib/pickletools.py, protocols 0 to 5.
 _BARE = b"(012Nabde}ls]o)tuRQ\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98"
@@ -36,11 +36,6 @@ _NUMBER_LINES = frozenset(b"IFLgp")
 _MAX_NUMBER_LINE = 4_300  # digits: int() takes quadratic time, and CPython's own limit is the same
 _MAX_LONG_NBYTES = 4_096
 _SMALL_MEMO = 1 << 16
-
-
-def starts_pickle(data: bytes) -> bool:
-    """True when ``data`` begins as a binary pickle of protocol 2 to 5 does."""
-    return len(data) >= 2 and data[0] == 0x80 and 2 <= data[1] <= 5
 
 
 def pickle_end(data: bytes, *, where: str, start: int = 0) -> int:

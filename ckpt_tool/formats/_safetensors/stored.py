@@ -5,13 +5,12 @@ A *stored box* is one entry of one file with its place in the global tensor. Whi
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, Entry, Header, header_nbytes, parse_header
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -60,22 +59,10 @@ def read_headers(source: Source, paths: Sequence[str]) -> list[Header]:
         FormatError: a file contradicts the format.
     """
     headers: list[Header] = []
-    with _collection_paused():
+    with collector_paused():
         for start in range(0, len(paths), _FILES_AT_ONCE):
             headers += _read_batch(source, paths[start : start + _FILES_AT_ONCE])
     return headers
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """No garbage collection within: among a million new records it walks them all again and again, and finds none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _read_batch(source: Source, paths: Sequence[str]) -> Iterator[Header]:
@@ -137,7 +124,7 @@ def tables(
     Raises:
         FormatError: two boxes of one name disagree about its dtype or global shape; both files are named.
     """
-    with _collection_paused():
+    with collector_paused():
         return _tables(boxes, paths, listing)
 
 

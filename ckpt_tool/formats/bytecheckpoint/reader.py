@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._dcp import checks, objects
-from ckpt_tool.formats._dcp.metadata import METADATA_NAME, collector_paused
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.table import rank_of
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import open_torch_files

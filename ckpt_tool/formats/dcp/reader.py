@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._dcp import objects
 from ckpt_tool.formats._dcp.checks import checksums
-from ckpt_tool.formats._dcp.metadata import METADATA_NAME, MetadataFile, collector_paused, load_metadata, rank_metadata
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, MetadataFile, load_metadata, rank_metadata
 from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import checks, probe, resolve

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._dcp.metadata import collector_paused
+from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head
 from ckpt_tool.formats._torch_file.assemble import assemble
