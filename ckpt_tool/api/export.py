@@ -49,7 +49,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     exclude: Sequence[str] = (),
     dtype: str | None = None,
     tied: Literal["keep", "drop", "auto"] = "auto",
-    unequal: Literal["first"] | None = None,
+    unequal: str | Sequence[str] | None = None,
     max_shard_nbytes: int | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
@@ -76,7 +76,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         dtype: cast the model's floating tensors; each cast is reported.
         tied: tensors that share bytes: ``keep`` writes each, ``drop`` the first only, ``auto`` drops when the source's
             config says that embeddings are tied.
-        unequal: what to take of a tensor that differs between ranks though no file says how it joins; None to stop.
+        unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
+            ``GLOB=concat:0``); None to stop.
         max_shard_nbytes: start a new file before this many bytes.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
@@ -95,7 +96,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         sections=None if everything or include else ("model",),
         unequal=unequal,
     )
-    manifest, dropped, notes = selection.manifest, list(selection.dropped), list[str]()
+    manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
     manifest, tied_dropped, tied_notes = _without_tied(manifest, tied)
     dropped += tied_dropped
     notes += tied_notes

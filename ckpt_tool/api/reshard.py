@@ -61,7 +61,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rank_state: Literal["keep", "drop"] | None = None,
-    unequal: Literal["first"] | None = None,
+    unequal: str | Sequence[str] | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
     overwrite: bool = False,
@@ -91,7 +91,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         include: globs or ``re:`` patterns of tensors to take.
         exclude: globs or ``re:`` patterns of tensors to leave.
         rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes.
-        unequal: what to take of a tensor that differs between ranks though no file says how it joins; None to stop.
+        unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
+            ``GLOB=concat:0``); None to stop.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
         overwrite: replace what is at the target.
@@ -148,7 +149,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         mesh=target_mesh,
         blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
         dropped=(*selection.dropped, *carried.dropped),
-        notes=notes,
+        notes=(*selection.notes, *notes),
         options=WriterOptions(vpp=vpp, first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers),
         execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
     )

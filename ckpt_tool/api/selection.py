@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
-from ckpt_tool.errors import CoverageError, IntegrityError
-from ckpt_tool.manifest.finding import Severity
+from ckpt_tool.api.unequal import apply_unequal, parse_unequal, settle_unequal
+from ckpt_tool.errors import CoverageError
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.subset import only_tensors
@@ -24,6 +23,7 @@ class Selection:
 
     manifest: Manifest
     dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...] = ()
 
 
 def select_tensors(
@@ -32,7 +32,7 @@ def select_tensors(
     include: Sequence[str],
     exclude: Sequence[str],
     sections: Sequence[str] | None,
-    unequal: Literal["first"] | None,
+    unequal: str | Sequence[str] | None,
 ) -> Selection:
     """The tensors that fit, with exact payload positions.
 
@@ -41,13 +41,15 @@ def select_tensors(
         include: globs or ``re:`` patterns, all when empty.
         exclude: globs or ``re:`` patterns.
         sections: ``model``, ``optimizer``, ``other``; None for all.
-        unequal: what to do with a tensor of which ranks hold different values, and nothing says what each is a part of:
-            take the first rank's, or None to stop.
+        unequal: rules for tensors of which ranks hold different values, and nothing says what each is a part of:
+            ``first`` takes the first rank's, ``concat:0`` puts them one behind another along a dimension, both also
+            for some names only (``GLOB=concat:0``); None to stop.
 
     Raises:
         NotFound: nothing fits.
         CoverageError: files of the source are missing, so that tensors would be lost without a word.
-        IntegrityError: copies of a tensor differ.
+        IntegrityError: copies of a tensor differ, and no rule says what to do.
+        UsageError: a rule that cannot be read, or does not fit what ranks hold.
     """
     manifest = checkpoint.manifest
     missing = manifest.info.get("missing_files") or ()
@@ -60,39 +62,13 @@ def select_tensors(
         )
     rows = select(manifest, include=include, exclude=exclude, sections=sections or ())
     chosen = set(rows.tolist())
-    if unequal is None:
-        _refuse_unequal(checkpoint, manifest, {manifest.tensors.fqns[row] for row in chosen})
+    fqns = [manifest.tensors.fqns[row] for row in rows]
+    dims = settle_unequal(checkpoint, fqns, parse_unequal(unequal))
     dropped = []
     for row in range(len(manifest.tensors)):
         if row not in chosen:
             section = SECTIONS[manifest.tensors.section[row]]
             why = f"{section} state" if sections is not None and section not in sections else "not selected"
             dropped.append(Dropped(manifest.tensors.fqns[row], why))
-    resolved = checkpoint.resolve([manifest.tensors.fqns[row] for row in rows])
-    return Selection(only_tensors(resolved, rows.tolist()), tuple(dropped))
-
-
-def _refuse_unequal(checkpoint: Checkpoint, manifest: Manifest, fqns: set[str]) -> None:
-    """Compares what is only taken for a replica; costs the files' checksums, or the bytes where none are recorded."""
-    assumed = [fqn for fqn in manifest.info.get("replicated_by_assumption", ()) if fqn in fqns]
-    if not assumed:
-        return
-    only = manifest.replace(info={"replicated_by_assumption": assumed})
-    found = [
-        finding
-        for finding in checkpoint.reader.check(checkpoint.source, only)
-        if finding.kind == "different-replicas" and finding.severity is Severity.ERROR
-    ]
-    if found:
-        names = ", ".join(str(finding.fqn) for finding in found[:4]) + (" ..." if len(found) > 4 else "")
-        raise IntegrityError(
-            f"{len(found):,} tensors differ between ranks and nothing says how they join ({names}); {found[0].message}",
-            where=checkpoint.url,
-            hint=_hint(str(found[0].fqn), manifest),
-        )
-
-
-def _hint(fqn: str, manifest: Manifest) -> str:
-    if fqn in manifest.info.get("flat_parameters", ()):
-        return f"a flat parameter is another part of the model on each rank; leave it out with --exclude '{fqn}'"
-    return f"take the first rank's with --unequal first, or leave it out with --exclude '{fqn}'"
+    taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), dims)
+    return Selection(taken, tuple(dropped), notes)

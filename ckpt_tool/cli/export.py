@@ -119,7 +119,7 @@ def export(
         exclude=exclude or (),
         dtype=dtype,
         tied=tied.value,
-        unequal=None if unequal is None else unequal.value,
+        unequal=unequal,
         max_shard_nbytes=None if max_shard_size is None else parse_bytes(max_shard_size),
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,

@@ -42,7 +42,6 @@ __all__ = [
     "ToFormat",
     "Tp",
     "UncoveredAs",
-    "Unequal",
     "UnequalAs",
     "Vpp",
     "Workers",
@@ -91,12 +90,6 @@ class RankState(Choice):
 
     keep = "keep"
     drop = "drop"
-
-
-class Unequal(Choice):
-    """What to do with tensors that differ between ranks for no recorded reason."""
-
-    first = "first"
 
 
 class Tied(Choice):
@@ -185,10 +178,12 @@ StoredReplicas = Annotated[
     Replicas, typer.Option("--replicas", help="Store a replicated box once, on all its ranks, or as the format needs.")
 ]
 UnequalAs = Annotated[
-    Unequal | None,
+    list[str] | None,
     typer.Option(
         "--unequal",
-        help="Take the first rank's of tensors that differ between ranks though no file says how they join.",
+        metavar="[GLOB=]HOW",
+        help="Tensors that differ between ranks though no file says how they join: first rank's (first), or one "
+        "behind another (concat:DIM). Repeatable.",
         show_default=False,
     ),
 ]

@@ -93,7 +93,7 @@ def plan(
         include=include or (),
         exclude=exclude or (),
         rank_state=None if rank_state is None else rank_state.value,
-        unequal=None if unequal is None else unequal.value,
+        unequal=unequal,
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,
     )

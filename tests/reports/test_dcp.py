@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import ckpt_tool
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.formats._pickle.nodes import Size
 from tests.formats.dcp.build import Checkpoint
@@ -212,6 +213,7 @@ class TestR10SameKey:
             refused = ckpt(*command)
             assert refused.status == 3
             assert "1 tensors differ between ranks and nothing says how they join (w)" in refused.err
+            assert "--unequal 'w=concat:0'" in refused.err
             assert "--unequal first" in refused.err
             assert "--exclude 'w'" in refused.err
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -223,6 +225,26 @@ class TestR10SameKey:
         assert values(tmp_path / "first", "w") == [0.0, 0.0, 0.0]
         assert ckpt("export", source, tmp_path / "without", "--exclude", "w").status == 0
         assert list(as_bytes(tmp_path / "without")) == ["b"]
+
+    def test_concatenated(self, ckpt: Ckpt, tmp_path: Path) -> None:
+        """One behind another on request: only what differs, and it is said."""
+        source = self.source(tmp_path / "source")
+        done = ckpt("reshard", source, tmp_path / "out", "--dp", "3", "--unequal", "concat:0")
+        assert done.status == 0
+        assert "1 tensors of ranks are put one behind another, as --unequal says: w along 0" in done.text
+        assert values(tmp_path / "out", "w") == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+        assert values(tmp_path / "out", "b") == [1.0, 1.0]
+
+    def test_other_shapes_concatenated(self, ckpt: Ckpt, tmp_path: Path) -> None:
+        """Tensors whose shapes differ are kept apart by the reader, and joined by a rule for their name."""
+        source = rank_files(tmp_path / "source", 3, lambda rank: {"w": torch.full((2, rank + 1), float(rank))})
+        assert ckpt("export", source, tmp_path / "out", "--unequal", "w=concat:1").status == 0
+        with ckpt_tool.open(tmp_path / "out") as whole:
+            assert list(whole) == ["w"]
+            assert whole["w"][...].tolist() == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
+        refused = ckpt("export", source, tmp_path / "no", "--unequal", "w=concat:0")
+        assert refused.status == 2
+        assert "what ranks hold of 'w' does not fit together along dimension 0: F32 [2, 1], F32 [2, 2]" in refused.err
 
 
 def test_r11_partial_copy(ckpt: Ckpt, tmp_path: Path) -> None:

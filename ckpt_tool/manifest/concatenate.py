@@ -1,0 +1,125 @@
+"""Tensors that each rank saved under one name without a placement, put one behind another on request.
+
+Nothing in the files says that they join like this: the caller does. Chunks keep their bytes and move in the tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckpt_tool.errors import CoverageError, UsageError
+from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.manifest.subset import only_tensors
+from ckpt_tool.manifest.tables import IntArray
+
+__all__ = ["concatenate_ranks", "names_of_ranks"]
+
+_OF_RANK = re.compile(r"(.+)@rank(\d+)")
+
+
+def names_of_ranks(fqns: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Names of the form ``name@rank3``, by name and rank.
+
+    >>> names_of_ranks(["w@rank1", "w@rank0", "b"])
+    {'w': {1: 'w@rank1', 0: 'w@rank0'}}
+    """
+    found: dict[str, dict[int, str]] = {}
+    for fqn in fqns:
+        match = _OF_RANK.fullmatch(fqn)
+        if match:
+            found.setdefault(match[1], {})[int(match[2])] = fqn
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank holds: the row of its tensor, and its chunks."""
+
+    rank: int
+    tensor: int
+    chunks: IntArray
+
+
+def concatenate_ranks(manifest: Manifest, dims: Mapping[str, int]) -> Manifest:
+    """``manifest`` with the tensors in ``dims`` (fqn to dimension) joined along that dimension, in order of rank.
+
+    A tensor of which each rank has a copy by assumption (``info["replicated_by_assumption"]``) grows by as much as its
+    ranks hold; tensors ``name@rank<r>`` become the tensor ``name``, where the first of them was.
+
+    Raises:
+        UsageError: no such dimension, or what the ranks hold does not fit together beside it.
+        CoverageError: the rank of a part is unknown, or ranks are missing between others.
+    """
+    apart = names_of_ranks(manifest.tensors.fqns)
+    shape, offsets = manifest.tensors.shape.copy(), manifest.chunks.offsets.copy()
+    owner = manifest.chunks.tensor.copy()
+    fqns, paths = list(manifest.tensors.fqns), list(manifest.tensors.paths or ((fqn,) for fqn in manifest.tensors.fqns))
+    absorbed: set[int] = set()
+    for fqn, dim in dims.items():
+        parts = _parts(manifest, fqn, apart.get(fqn, {}))
+        _check(manifest, fqn, dim, parts)
+        first, at = parts[0].tensor, 0
+        for part in parts:
+            offsets[part.chunks, dim] += at
+            owner[part.chunks] = first
+            at += int(manifest.tensors.shape[part.tensor, dim])
+        shape[first, dim] = at
+        fqns[first], paths[first] = fqn, _without_rank(paths[first])
+        absorbed |= {part.tensor for part in parts if part.tensor != first}
+    joined = manifest.replace(
+        tensors=replace(manifest.tensors, fqns=tuple(fqns), shape=shape, paths=tuple(paths)),
+        chunks=manifest.chunks.replace(tensor=owner, offsets=offsets),
+        info={
+            **manifest.info,
+            **{
+                key: [fqn for fqn in manifest.info.get(key, ()) if fqn not in dims]
+                for key in ("replicated_by_assumption", "kept_apart")
+            },
+        },
+    )
+    return only_tensors(joined, [row for row in range(len(fqns)) if row not in absorbed])
+
+
+def _parts(manifest: Manifest, fqn: str, apart: Mapping[int, str]) -> list[_Part]:
+    """What each rank has of a tensor, in order of rank."""
+    rows_of, tensor_id = manifest.chunks.rows_of, manifest.tensor_id
+    if apart:
+        rows = {rank: tensor_id(name) for rank, name in sorted(apart.items())}
+        parts = [_Part(rank, row, rows_of(row)) for rank, row in rows.items()]
+    else:
+        row = tensor_id(fqn)
+        chunks = rows_of(row)
+        ranks = manifest.chunks.rank[chunks]
+        parts = [_Part(int(rank), row, chunks[ranks == rank]) for rank in np.unique(ranks)]
+    found = [part.rank for part in parts]
+    if found != list(range(len(found))):
+        raise CoverageError(
+            f"{fqn!r} cannot be concatenated: it is there for ranks {found}, expected 0 to {max(found)} without a gap",
+            where=manifest.root,
+        )
+    return parts
+
+
+def _check(manifest: Manifest, fqn: str, dim: int, parts: Sequence[_Part]) -> None:
+    tensors = manifest.tensors
+    shapes = [tensors.shape_of(part.tensor) for part in parts]
+    if not 0 <= dim < len(shapes[0]):
+        raise UsageError(f"{fqn!r} has shape {list(shapes[0])}: there is no dimension {dim} to concatenate along")
+    beside = {(*shape[:dim], -1, *shape[dim + 1 :]) for shape in shapes}
+    kinds = {tensors.dtypes[part.tensor].name for part in parts}
+    if len(beside) > 1 or len(kinds) > 1:
+        held = ", ".join(f"{tensors.dtypes[p.tensor].name} {list(s)}" for p, s in zip(parts[:4], shapes, strict=False))
+        raise UsageError(
+            f"what ranks hold of {fqn!r} does not fit together along dimension {dim}: {held}",
+            where=manifest.root,
+            hint="take another dimension, or leave it out with --exclude",
+        )
+
+
+def _without_rank(path: KeyPath) -> KeyPath:
+    match = _OF_RANK.fullmatch(str(path[-1])) if path else None
+    return (*path[:-1], match[1]) if match else path
