@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -62,6 +63,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     exclude: Sequence[str] = (),
     rank_state: Literal["keep", "drop"] | None = None,
     unequal: str | Sequence[str] | None = None,
+    optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
     overwrite: bool = False,
@@ -93,6 +95,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
             ``GLOB=concat:0``); None to stop.
+        optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
+            one flat table with every hyperparameter (``fqn-flat``); None as in the source.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
         overwrite: replace what is at the target.
@@ -116,6 +120,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
     blobs = checkpoint.load_blobs()
     carried = _carried(writer, selection.manifest, blobs, target_mesh, rank_state)
+    restyled: tuple[str, ...] = ()
+    if optim_style is not None:
+        carried, restyled = _restyled(carried, optim_style)
     manifest = carried.manifest
     tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
     notes: tuple[str, ...] = ()
@@ -134,7 +141,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             dp_mode=dp_mode,
             default=default,
             stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
-            numbered=_numbered_parameters(checkpoint.manifest),
+            numbered=_numbered_parameters(manifest),
         )
         notes = (*evidence, *placed.notes) if needs_rules else placed.notes
         policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
@@ -149,7 +156,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         mesh=target_mesh,
         blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
         dropped=(*selection.dropped, *carried.dropped),
-        notes=(*selection.notes, *notes),
+        notes=(*selection.notes, *restyled, *notes),
         options=WriterOptions(vpp=vpp, first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers),
         execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
     )
@@ -179,6 +186,14 @@ def _carried(
     if isinstance(writer, PlacingWriter):
         return without(manifest, blobs, writer.left_out(manifest, blobs, _sizes(mesh), rank_state))
     return carry_rank_state(manifest, blobs, dp_size=_data_size(mesh), world_size=mesh.world_size, policy=rank_state)
+
+
+def _restyled(carried: Carried, style: str) -> tuple[Carried, tuple[str, ...]]:
+    """What is carried, its optimizers spelled in another way, and notes about it."""
+    from ckpt_tool.manifest.optimizer_style import restyle_optimizers  # 5 ms of start-up that few runs need
+
+    found = restyle_optimizers(carried.manifest, carried.blobs, style)
+    return replace(carried, manifest=found.manifest, blobs=found.blobs), found.notes
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:

@@ -26,6 +26,8 @@ __all__ = [
     "MeshText",
     "NoFsync",
     "OfRanks",
+    "OptimStyle",
+    "OptimStyleName",
     "Overwrite",
     "PlanJson",
     "Pp",
@@ -90,6 +92,14 @@ class RankState(Choice):
 
     keep = "keep"
     drop = "drop"
+
+
+class OptimStyle(Choice):
+    """How an optimizer names its state."""
+
+    ids = "ids"
+    fqn = "fqn"
+    fqn_flat = "fqn-flat"
 
 
 class Tied(Choice):
@@ -184,6 +194,14 @@ UnequalAs = Annotated[
         metavar="[GLOB=]HOW",
         help="Tensors that differ between ranks though no file says how they join: first rank's (first), or one "
         "behind another (concat:DIM). Repeatable.",
+        show_default=False,
+    ),
+]
+OptimStyleName = Annotated[
+    OptimStyle | None,
+    typer.Option(
+        "--optim-style",
+        help="Optimizer state by number, by parameter, or flat by parameter; as in the source otherwise.",
         show_default=False,
     ),
 ]

@@ -17,6 +17,7 @@ from ckpt_tool.cli.options import (
     Memory,
     MeshText,
     OfRanks,
+    OptimStyleName,
     PlanJson,
     Pp,
     Quiet,
@@ -55,6 +56,7 @@ def plan(
     replicas: StoredReplicas = Replicas.auto,
     rank_state: OfRanks = None,
     unequal: UnequalAs = None,
+    optim_style: OptimStyleName = None,
     dtype: Dtype = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -94,6 +96,7 @@ def plan(
         exclude=exclude or (),
         rank_state=None if rank_state is None else rank_state.value,
         unequal=unequal,
+        optim_style=None if optim_style is None else optim_style.value,
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,
     )

@@ -47,6 +47,8 @@ class OptimizerView:
 
     prefix: str
     """What stands before ``state`` in the fqns, without the dot; empty when they start with it."""
+    path: KeyPath
+    """The keys of that prefix."""
     spelling: str
     """``ids``, ``names`` or ``flat``."""
     parameters: Mapping[ParameterKey, Mapping[str, str]]
@@ -163,6 +165,7 @@ class _Draft:
             evidence.append(why)
         return OptimizerView(
             prefix=".".join(str(part) for part in self.prefix),
+            path=self.prefix,
             spelling=spelling,
             parameters={key: states for key, states in self.state.items() if states},
             groups=groups,

@@ -244,7 +244,10 @@ class TestR10SameKey:
             assert whole["w"][...].tolist() == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
         refused = ckpt("export", source, tmp_path / "no", "--unequal", "w=concat:0")
         assert refused.status == 2
-        assert "what ranks hold of 'w' does not fit together along dimension 0: F32 [2, 1], F32 [2, 2]" in refused.err
+        assert (
+            "what ranks hold of 'w' does not fit together along dimension 0: float32 [2, 1], float32 [2, 2]"
+            in refused.err
+        )
 
 
 def test_r11_partial_copy(ckpt: Ckpt, tmp_path: Path) -> None:

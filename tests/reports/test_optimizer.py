@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 
 from ckpt_tool.api.inspect import inspect
@@ -87,6 +88,68 @@ def test_r16_three_spellings_of_one_state(ckpt: Ckpt, spellings: dict[str, Path]
         assert as_bytes(tmp_path / "out") == as_bytes(url)
         if spelling != "ids":  # numbers get names from the model, whose tied tensor is now two
             assert normal_form(tmp_path / "out") == expected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("spelling", ["ids", "names", "flat"])
+def test_r16_each_spelling_becomes_each_other(
+    ckpt: Ckpt, spellings: dict[str, Path], tmp_path: Path, spelling: str
+) -> None:
+    """R16: state is spelled as asked, groups keep their learning rates, and torch's own optimizer takes it."""
+    expected = normal_form(spellings["names"])
+    for style, becomes in (("fqn", "names"), ("fqn-flat", "flat"), ("ids", "ids")):
+        done = ckpt("reshard", spellings[spelling], tmp_path / style, "--dp", "2", "--optim-style", style)
+        assert done.status == 0
+        (view,) = inspect(tmp_path / style, objects=True).optimizers
+        assert view.spelling == becomes
+        if becomes != "ids":  # the model's tied tensor has no number, so numbers are not matched in one way only
+            assert normal_form(tmp_path / style) == expected
+        assert ckpt("verify", tmp_path / style).status == 0
+    for flattened, style in ((False, "fqn"), (True, "fqn-flat")):
+        assert_torch_loads(tmp_path / style, spellings["names"], flattened=flattened)
+
+
+def assert_torch_loads(url: Path, truth: Path, *, flattened: bool) -> None:
+    """``dcp.load`` fills the state that torch asks for: moments and groups are those of ``truth``."""
+    model = Model()
+    optimizer = torch.optim.AdamW([{"params": [model.a.weight]}, {"params": [model.a.bias, model.b.weight]}])
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    state = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp_of_torch.load(state, checkpoint_id=url, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
+    tensors = as_bytes(truth)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.01), (0.02, 0.5)]
+    for name, parameter in (("a.weight", model.a.weight), ("a.bias", model.a.bias), ("b.weight", model.b.weight)):
+        for slot, value in optimizer.state[parameter].items():
+            assert value.numpy().tobytes() == tensors[f"optim.state.{name}.{slot}"][-1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r16_numbers_load_into_an_optimizer(ckpt: Ckpt, spellings: dict[str, Path], tmp_path: Path) -> None:
+    """R16: from names back to the numbers that ``Optimizer.load_state_dict`` takes, in one torch.save file."""
+    target = tmp_path / "out.pt"
+    assert ckpt("reshard", spellings["flat"], target, "--to", "torch-save", "--optim-style", "ids").status == 0
+    model, truth = Model(), torch.load(spellings["ids"], weights_only=True)["optim"]
+    optimizer = torch.optim.AdamW([{"params": [model.a.weight]}, {"params": [model.a.bias, model.b.weight]}])
+    optimizer.load_state_dict(torch.load(target, weights_only=True)["optim"])
+    loaded = optimizer.state_dict()
+    assert [group["lr"] for group in loaded["param_groups"]] == [0.1, 0.02]
+    for number, states in truth["state"].items():
+        for slot, value in states.items():
+            assert torch.equal(loaded["state"][number][slot], value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r16_refusals(ckpt: Ckpt, spellings: dict[str, Path], tmp_path: Path) -> None:
+    """R16: without names for its numbers an optimizer keeps its spelling, and one that is absent is said to be."""
+    refused = ckpt(
+        "reshard", spellings["ids"], tmp_path / "out", "--optim-style", "fqn", "--include", "optim.*", "--dp", "2"
+    )
+    assert refused.status == 2
+    assert "3 of 3 parameters are known by their number only" in refused.err
+    none = ckpt("reshard", spellings["names"], tmp_path / "out", "--optim-style", "fqn", "--include", "model.*")
+    assert (none.status, "there is no optimizer to spell otherwise" in none.err) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def optimizer_state(made: Checkpoint) -> None:

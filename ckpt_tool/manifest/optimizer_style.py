@@ -1,0 +1,152 @@
+"""One optimizer under the names of another spelling; ``optimizer.OptimizerView`` tells the three of them.
+
+Bytes stay where they are: tensors and objects get other names, and hyperparameters are listed by group or parameter.
+The forms are those that torch 2.13 ``get_optimizer_state_dict`` and ``Optimizer.state_dict`` give, as DCP
+flattens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tool.errors import UsageError
+from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
+from ckpt_tool.manifest.optimizer import OptimizerView, ParameterKey, optimizer_views
+
+__all__ = ["STYLES", "Restyled", "restyle_optimizers"]
+
+STYLES = {"ids": "ids", "fqn": "names", "fqn-flat": "flat"}
+"""Spelling of an ``OptimizerView`` by the word for it on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restyled:
+    """A manifest and its objects under other names, and what was done."""
+
+    manifest: Manifest
+    blobs: tuple[Blob, ...]
+    notes: tuple[str, ...]
+
+
+def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) -> Restyled:
+    """Every optimizer of ``manifest`` in one of ``STYLES``; ``blobs`` are its objects, loaded.
+
+    Raises:
+        UsageError: no such style, no optimizer, parameters without a known name, or hyperparameters that are no values.
+    """
+    if style not in STYLES:
+        raise UsageError(f"no optimizer style {style!r}", hint="one of: " + " ".join(STYLES))
+    views = optimizer_views(manifest.replace(blobs=tuple(blobs)))
+    if not views:
+        raise UsageError(
+            "there is no optimizer to spell otherwise", where=manifest.root, hint="leave --optim-style out"
+        )
+    spelling = STYLES[style]
+    moved: dict[str, KeyPath] = {}
+    added: list[Blob] = []
+    marks: list[str] = []
+    numbers: dict[str, str] = {}
+    notes = []
+    for view in views:
+        if view.spelling == spelling:
+            continue
+        names = _names(manifest, view, spelling)
+        for key, states in view.parameters.items():
+            for slot, fqn in states.items():
+                moved[fqn] = _state_path(view.path, names[key], slot, spelling)
+        added += _group_blobs(view, names, spelling)
+        marks.append(_joined((*view.path, "param_groups")))
+        if spelling == "ids":
+            numbers |= {str(number): _model_name(manifest, key) for key, number in names.items()}
+        notes.append(f"{view.prefix or 'the optimizer'}: {len(names):,} parameters, now keyed by {_KEYED[spelling]}")
+        empty = [number for number, group in enumerate(view.groups) if not group.params]
+        if spelling == "flat" and empty:
+            notes.append(f"{view.prefix or 'the optimizer'}: groups {empty} have no parameters, so no name to be under")
+    kept = [blob for blob in blobs if not any(f"{blob.fqn}.".startswith(f"{mark}.") for mark in marks)]
+    info = {key: value for key, value in manifest.info.items() if key != "optimizer_parameters"}
+    return Restyled(
+        _moved_tensors(manifest, moved).replace(info={**info, "optimizer_parameters": numbers} if numbers else info),
+        (*(_moved_blob(blob, moved) for blob in kept), *added),
+        tuple(notes),
+    )
+
+
+_KEYED = {"ids": "number", "names": "name", "flat": "name, each hyperparameter too"}
+
+
+def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[ParameterKey, ParameterKey]:
+    """The new key of each parameter of a view, in the order of its groups."""
+    unread = sorted({name for group in view.groups for name in group.unread})
+    if unread:
+        raise UsageError(
+            f"hyperparameters of {view.prefix or 'the optimizer'} are tensors or unread ({', '.join(unread)})",
+            where=manifest.root,
+            hint="leave --optim-style out: they keep their names then",
+        )
+    keys = list(dict.fromkeys([*(key for group in view.groups for key in group.params), *view.parameters]))
+    if spelling == "ids":
+        return {key: number for number, key in enumerate(keys)}
+    unknown = [key for key in keys if isinstance(key, int) and key not in view.names]
+    if unknown:
+        raise UsageError(
+            f"{len(unknown):,} of {len(keys):,} parameters are known by their number only ({unknown[:4]}); "
+            f"{view.evidence[-1]}",
+            where=manifest.root,
+            hint="leave --optim-style out",
+        )
+    return {key: _in_module(manifest, view.names[key]) if isinstance(key, int) else key for key in keys}
+
+
+def _in_module(manifest: Manifest, fqn: str) -> str:
+    """A parameter's name inside its module: without the key under which the model's state was saved."""
+    path = manifest.tensor(fqn).path
+    return ".".join(str(part) for part in path[1:]) or fqn
+
+
+def _model_name(manifest: Manifest, key: ParameterKey) -> str:
+    """The tensor that an optimizer's name means: itself, or below the key of the model's state."""
+    name = str(key)
+    if name in manifest.tensors.index:
+        return name
+    below = (fqn for fqn, path in zip(manifest.tensors.fqns, manifest.tensors.paths or (), strict=False)
+             if ".".join(str(part) for part in path[1:]) == name)  # fmt: skip
+    return next(below, name)
+
+
+def _state_path(at: KeyPath, key: ParameterKey, slot: str, spelling: str) -> KeyPath:
+    return (*at, f"state.{key}.{slot}") if spelling == "flat" else (*at, "state", key, slot)
+
+
+def _group_blobs(view: OptimizerView, names: dict[ParameterKey, ParameterKey], spelling: str) -> Iterator[Blob]:
+    for number, group in enumerate(view.groups):
+        members = [names[key] for key in group.params]
+        if spelling == "flat":
+            paths = {(*view.path, f"param_groups.{member}.{name}"): value
+                     for member in members for name, value in group.hyperparameters.items()}  # fmt: skip
+        else:
+            paths = {(*view.path, "param_groups", number, name): value for name, value in group.hyperparameters.items()}
+            paths[(*view.path, "param_groups", number, "params")] = members
+        for path, value in paths.items():
+            yield Blob(_joined(path), "value", None, value, path, is_loaded=True)
+
+
+def _joined(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _moved_tensors(manifest: Manifest, moved: dict[str, KeyPath]) -> Manifest:
+    tensors = manifest.tensors
+    paths = tensors.paths or tuple((fqn,) for fqn in tensors.fqns)
+    return manifest.replace(
+        tensors=replace(
+            tensors,
+            fqns=tuple(_joined(moved[fqn]) if fqn in moved else fqn for fqn in tensors.fqns),
+            paths=tuple(moved.get(fqn, path) for fqn, path in zip(tensors.fqns, paths, strict=True)),
+        )
+    )
+
+
+def _moved_blob(blob: Blob, moved: dict[str, KeyPath]) -> Blob:
+    path = moved.get(blob.fqn)
+    return blob if path is None else replace(blob, fqn=_joined(path), path=path)
