@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist"})
-_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
 
 
 @dataclass(frozen=True, slots=True)

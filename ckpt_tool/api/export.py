@@ -32,13 +32,14 @@ from ckpt_tool.manifest.subset import only_tensors
 __all__ = ["export", "prepare_export"]
 
 _HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing"})
+_BY_SUFFIX = {".npz": "npz", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
 
 
 def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    to: str = "safetensors",
+    to: str | None = None,
     everything: bool = False,
     names: Literal["source", "hf"] = "hf",
     family: str = "auto",
@@ -62,7 +63,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     Args:
         source: checkpoint of any readable format.
         target: folder, or a file where the name ends like one (``out.safetensors``, ``out.pt``).
-        to: name of the target format.
+        to: name of the target format; None to tell it from the target's name (``.npz``, ``.pt``, ``.pth``, ``.bin``,
+            ``.ckpt``), ``safetensors`` where that tells nothing.
         everything: all sections and objects, not the model's tensors alone.
         names: ``source`` keeps full names; ``hf`` gives those of transformers where ``family`` knows them, else takes
             off the trainer's outer key and wrapper prefixes.
@@ -111,7 +113,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     elif names == "hf":
         paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
         manifest = renamed(manifest, dict(zip(manifest.tensors.fqns, module_names(paths), strict=True)))
-    writer = writer_named(to)
+    writer = writer_named(to or _by_suffix(target))
+    to = writer.name
     if writer.per_rank:
         raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
     if isinstance(writer, PlacingWriter):
@@ -136,6 +139,12 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         options=WriterOptions(max_shard_nbytes=max_shard_nbytes),
         execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
     )
+
+
+def _by_suffix(target: str | os.PathLike[str]) -> str:
+    """The format that a target's name asks for."""
+    suffix = os.path.splitext(os.fspath(target))[1].lower()
+    return _BY_SUFFIX.get(suffix, "safetensors")
 
 
 def export(

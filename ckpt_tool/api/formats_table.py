@@ -7,24 +7,14 @@ test in which that program opens what was written here. What has no proof has no
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from ckpt_tool.api.formats_others import OTHERS
+from ckpt_tool.api.formats_recognised import RECOGNISED
+from ckpt_tool.api.proofs import Proof, read, written
 from ckpt_tool.formats.registry import readers, writer_names
 
 __all__ = ["FormatRow", "Proof", "format_rows"]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """One thing that a program did with the format."""
-
-    direction: Literal["reads", "writes for"]
-    program: str
-    """Name and version of the program."""
-    what: str
-    """What it saved, or how it loads; empty where there is only one way."""
-    evidence: str
-    """Path in the repository: a checkpoint (``archive!folder`` for one inside of an archive), or a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +27,8 @@ class FormatRow:
     what: str
     """What people call it."""
     proofs: tuple[Proof, ...] = ()
+    recognised: str = ""
+    """What of a file or folder tells that it is this format; empty for what is only written."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields."""
@@ -46,28 +38,17 @@ class FormatRow:
 _TORCH = "torch 2.13.0"
 
 
-def _read(program: str, **fixtures: str) -> tuple[Proof, ...]:
-    """Proofs of reading: what was saved, with spaces for underscores, and the fixture that holds it."""
-    return tuple(
-        Proof("reads", program, what.replace("_", " ").strip(), f"fixtures/{path}") for what, path in fixtures.items()
-    )
-
-
-def _written(program: str, what: str, test: str) -> Proof:
-    return Proof("writes for", program, what, f"tests/formats/{test}")
-
-
 def _megatron(program: str, **checkpoints: str) -> tuple[Proof, ...]:
     """Proofs of reading checkpoints of the archive that they share."""
     folders = {what: f"megatron/checkpoints.tar.xz!{name}/ckpt" for what, name in checkpoints.items()}
-    return _read(program, **folders)
+    return read(program, **folders)
 
 
 _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     "dcp": (
         "torch.distributed.checkpoint",
         (
-            *_read(
+            *read(
                 _TORCH,
                 FSDP2="torch/dcp_fsdp2_4r_fp32/ckpt",
                 FSDP2_with_TP="torch/dcp_fsdp2_tp_2x2/ckpt",
@@ -79,57 +60,57 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 safetensors_items="torch/dcp_safetensors/ckpt",
                 zstd="torch/dcp_zstd/ckpt",
             ),
-            *_read("torch 2.1.2", _="torch/dcp_old_t2.1.2/ckpt"),
-            *_read(_TORCH, keys_and_folders_of_torchtitan="deepspeed/torchtitan_dp2tp2/ckpt/checkpoint/step-3"),
-            _written(_TORCH, "dcp.load", "dcp/test_writer.py"),
-            _written(_TORCH, "dcp.load on other meshes", "dcp/test_writer_distributed.py"),
+            *read("torch 2.1.2", _="torch/dcp_old_t2.1.2/ckpt"),
+            *read(_TORCH, keys_and_folders_of_torchtitan="deepspeed/torchtitan_dp2tp2/ckpt/checkpoint/step-3"),
+            written(_TORCH, "dcp.load", "dcp/test_writer.py"),
+            written(_TORCH, "dcp.load on other meshes", "dcp/test_writer_distributed.py"),
         ),
     ),
     "dcp-hf": (
         "torch.distributed.checkpoint in safetensors files",
-        _read(_TORCH, HuggingFaceStorageWriter="torch/hf_dcp_sharded/ckpt"),
+        read(_TORCH, HuggingFaceStorageWriter="torch/hf_dcp_sharded/ckpt"),
     ),
     "rank-files": ("one safetensors file per rank, with its place in the mesh", ()),
     "safetensors-index": (
         "safetensors in several files",
         (
-            *_read("transformers 5.24.0", tied_embeddings="deepspeed/hf_st_tied/ckpt"),
-            *_read("safetensors", with_an_index="torch/hf_sharded/ckpt"),
-            *_read(_TORCH, HuggingFaceStorageWriter_consolidated="torch/hf_dcp_consolidated/ckpt"),
+            *read("transformers 5.24.0", tied_embeddings="deepspeed/hf_st_tied/ckpt"),
+            *read("safetensors", with_an_index="torch/hf_sharded/ckpt"),
+            *read(_TORCH, HuggingFaceStorageWriter_consolidated="torch/hf_dcp_consolidated/ckpt"),
         ),
     ),
     "safetensors": (
         "safetensors; read as one file, written as one or several",
         (
-            *_read("safetensors", _="torch/hf_single/ckpt"),
-            *_read("peft 0.21.2", LoRA="deepspeed/peft_lora/ckpt"),
-            _written("safetensors 0.8.0", "safe_open", "safetensors/test_writer.py"),
+            *read("safetensors", _="torch/hf_single/ckpt"),
+            *read("peft 0.21.2", LoRA="deepspeed/peft_lora/ckpt"),
+            written("safetensors 0.8.0", "safe_open", "safetensors/test_writer.py"),
         ),
     ),
     "hf-bin": (
         "pytorch_model.bin in several files",
         (
-            *_read("the layout of transformers 4", _="deepspeed/hf_bin_untied/ckpt"),
-            *_read(_TORCH, _="torch/hf_pytorch_bin/ckpt"),
+            *read("the layout of transformers 4", _="deepspeed/hf_bin_untied/ckpt"),
+            *read(_TORCH, _="torch/hf_pytorch_bin/ckpt"),
         ),
     ),
     "torch-ranks": (
         "one torch.save file per rank",
         (
-            *_read(
+            *read(
                 _TORCH,
                 FSDP1_ShardedTensor="torch/fsdp1_per_rank_pt_2r/ckpt",
                 FSDP2_DTensor_with_names_of_verl="torch/verl_4r_bf16/ckpt",
                 DTensor_on_2x2="torch/verl_2d/ckpt",
             ),
-            *_read("accelerate", FSDP2_with_files_of_each_rank="deepspeed/accelerate_ranks/ckpt"),
-            _written(_TORCH, "torch.load of each rank", "rank_pt/test_writer.py"),
+            *read("accelerate", FSDP2_with_files_of_each_rank="deepspeed/accelerate_ranks/ckpt"),
+            written(_TORCH, "torch.load of each rank", "rank_pt/test_writer.py"),
         ),
     ),
     "torch-save": (
         "one torch.save file",
         (
-            *_read(
+            *read(
                 _TORCH,
                 training_state="torch/pt_files/ckpt/train_namespace.pt",
                 legacy_stream="torch/pt_files/ckpt/train_namespace_legacy.pt",
@@ -137,13 +118,13 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 big_endian="torch/pt_files/ckpt/bigendian.pt",
                 deflated="torch/pt_files/ckpt/repacked_deflate.pt",
             ),
-            _written(_TORCH, "torch.load(weights_only=True)", "torch_save/test_writer.py"),
+            written(_TORCH, "torch.load(weights_only=True)", "torch_save/test_writer.py"),
         ),
     ),
     "bytecheckpoint": (
         "ByteCheckpoint: a run with its tracker, or one step",
         (
-            *_read(
+            *read(
                 "bytecheckpoint 0.0.2",
                 FSDP_decomposed="bytecheckpoint/fsdp_dec_4r/ckpt",
                 HSDP="bytecheckpoint/hsdp_4r/ckpt",
@@ -160,7 +141,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     "torch-checkpointing": (
         "torch-checkpointing (meta-pytorch)",
         (
-            *_read(
+            *read(
                 "torch-checkpointing 0.1.1",
                 FSDP2_with_TP="torch_checkpointing/fsdp2_tp_2x2/ckpt",
                 uneven="torch_checkpointing/fsdp2_tp_4x2_uneven/ckpt",
@@ -197,7 +178,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 fully_sharded_model_space="old012_fsms_t2p1d2",
                 slices_that_cut_tensors="old012_fsms_t1d3",
             ),
-            _written("megatron-core 0.19.2", "load_checkpoint on other grids", "megatron/test_writer.py"),
+            written("megatron-core 0.19.2", "load_checkpoint on other grids", "megatron/test_writer.py"),
         ),
     ),
     "megatron-zarr": (
@@ -217,7 +198,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     ),
     "deepspeed": (
         "DeepSpeed: ZeRO 0 to 3, pipeline, experts, tensor parallel",
-        _read(
+        read(
             "DeepSpeed 0.19.8",
             ZeRO_0="deepspeed/ds_z0_fp32/ckpt",
             ZeRO_1="deepspeed/ds_z1_fp32/ckpt",
@@ -236,26 +217,27 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     "deepspeed-universal": (
         "universal checkpoints of DeepSpeed",
         (
-            *_read(
+            *read(
                 "DeepSpeed 0.19.8",
                 from_ZeRO_2="deepspeed/ds_z2_bf16/ckpt/global_step3_universal",
                 from_ZeRO_3="deepspeed/ds_z3_bf16/ckpt/global_step3_universal",
             ),
-            _written(_TORCH, "torch.load", "deepspeed/test_universal_writer.py"),
+            written(_TORCH, "torch.load", "deepspeed/test_universal_writer.py"),
         ),
     ),
     "accelerate": (
         "a folder of accelerate: a checkpoint each for model and optimizer",
-        _read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),
+        read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),
     ),
 }
 
 
 def format_rows() -> tuple[FormatRow, ...]:
     """Formats of this package, then those of installed extensions, as they are registered."""
-    read = [reader.name for reader in readers()]
-    written = writer_names()
+    known = [reader.name for reader in readers()]
+    writable = writer_names()
+    facts = {**_FACTS, **OTHERS}
     return tuple(
-        FormatRow(name, name in read, name in written, *_FACTS.get(name, ("", ())))
-        for name in dict.fromkeys((*read, *written))
+        FormatRow(name, name in known, name in writable, *facts.get(name, ("", ())), RECOGNISED.get(name, ""))
+        for name in dict.fromkeys((*known, *writable))
     )

@@ -38,7 +38,7 @@ from ckpt_tool.plan.assign import choose_replicas
 __all__ = ["prepare_reshard", "reshard"]
 
 _DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
-_WHOLE_FORMATS = frozenset({"safetensors", "torch-save"})
+_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz"})
 
 
 def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command

@@ -41,7 +41,15 @@ def export(
     source: Source,
     target: Target,
     *,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch-save or dcp.")] = "safetensors",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="safetensors, torch, npz or dcp; by default what TARGET's name says (.npz, .pt), else safetensors.",
+            show_default=False,
+        ),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="All state, not the model's tensors alone; objects where FORMAT holds them.")
     ] = False,

@@ -18,7 +18,7 @@ def formats(*, json: Json = False, quiet: Quiet = False) -> None:
     """List what is read and written, and what proves it.
 
     With --json: {"schema": 1, "formats": [{name, reads, writes, what, proofs: [{direction, program, what,
-    evidence}]}]}.
+    evidence}], recognised}]}.
     """
     from ckpt_tool.api.formats_table import format_rows
 
@@ -33,6 +33,8 @@ def formats(*, json: Json = False, quiet: Quiet = False) -> None:
     sink.show([first])
     for found, row in zip(lines, rows, strict=True):
         sink.show([found])
+        if row.recognised:
+            sink.show(wrap(row.recognised, sink.width, line("  ", Span("told by ", "dim")), "    "))
         for direction in ("reads", "writes for"):
             text = _programs([proof for proof in row.proofs if proof.direction == direction])
             sink.show(wrap(text, sink.width, line("  ", Span(f"{direction} ", "dim")), "    ") if text else [])

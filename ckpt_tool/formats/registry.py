@@ -39,9 +39,11 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.safetensors.index_file", "READER", r"\.safetensors(\.index\.json)?$"),
     ("ckpt_tool.formats.safetensors.single", "READER", r"\.safetensors$|^[^/]*$"),
     ("ckpt_tool.formats.torch_save.hf_bin", "READER", r"\.bin(\.index\.json)?$"),
+    ("ckpt_tool.formats.npz.reader", "READER", r"\.npz$"),
     ("ckpt_tool.formats.rank_pt.reader", "READER", ""),
     ("ckpt_tool.formats.torch_save.reader", "READER", ""),
 )
+_ALIASES = {"torch": "torch-save"}
 _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
@@ -50,6 +52,7 @@ _WRITERS = {
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
     "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),
+    "npz": ("ckpt_tool.formats.npz.writer", "WRITER"),
     "deepspeed-universal": ("ckpt_tool.formats.deepspeed.universal_writer", "WRITER"),
     "megatron-dist": ("ckpt_tool.formats.megatron.dist_writer", "WRITER"),
 }
@@ -86,12 +89,12 @@ def writer_names() -> tuple[str, ...]:
 
 
 def writer(name: str) -> Writer:
-    """The writer called ``name``.
+    """The writer called ``name``, or by its short name.
 
     Raises:
         UsageError: no such writer; the message lists them.
     """
-    place = _WRITERS.get(name)
+    place = _WRITERS.get(_ALIASES.get(name, name))
     if place is None:
         raise UsageError(f"{name!r} is no format that can be written", hint="one of: " + " ".join(_WRITERS))
     found: Writer = getattr(import_module(place[0]), place[1])

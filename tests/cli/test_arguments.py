@@ -19,8 +19,8 @@ RESHARD = {
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 RUN = {"overwrite": False, "resume": False, "durable": True}
-EXPORT = {
-    "to": "safetensors", "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
+EXPORT: dict[str, Any] = {
+    "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
     "true_vocab": None, "include": (), "exclude": (), "dtype": None,
     "tied": "auto", "unequal": None, "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip

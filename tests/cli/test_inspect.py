@@ -13,6 +13,7 @@ from ckpt_tool.manifest.arrow import from_parquet
 from ckpt_tool.manifest.codec import from_json
 from ckpt_tool.manifest.model import Blob
 from tests.cli.synthetic import inspection, manifest, row, text
+from tests.formats import zoo
 from tests.formats.megatron.places import CHECKPOINTS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -265,7 +266,8 @@ def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
         for proof in entry["proofs"]:
             path, _, inside = proof["evidence"].partition("!")
             assert (FIXTURES.parent / path).exists()
-            evidence = CHECKPOINTS / inside if inside else FIXTURES.parent / path
+            unpacked = zoo.CHECKPOINTS if "/zoo/" in path else CHECKPOINTS
+            evidence = unpacked / inside if inside else FIXTURES.parent / path
             if proof["direction"] == "reads":
                 with open_checkpoint(evidence) as checkpoint:
                     assert (proof["evidence"], checkpoint.format) == (proof["evidence"], entry["name"])

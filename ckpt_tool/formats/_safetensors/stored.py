@@ -12,16 +12,15 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, Entry, Header, header_nbytes, parse_header
-from ckpt_tool.formats.base import Checksum, Source
+from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest, TensorMeta
+from ckpt_tool.manifest.model import FileEntry, FileRange, KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable, pad_shapes
 from ckpt_tool.storage.store import Listing
 
 __all__ = [
     "FIRST_READ_NBYTES",
-    "ResolvedReader",
     "StoredBox",
     "header_findings",
     "header_notes",
@@ -34,22 +33,6 @@ FIRST_READ_NBYTES = 64 << 10
 """Read of each file at once; holds the header of some 500 tensors. A longer one costs a second request."""
 
 _FILES_AT_ONCE = 256  # bounds the memory that first reads take
-
-
-class ResolvedReader:
-    """The part of `Reader` that is the same for formats whose headers tell every byte and that hold no checksum."""
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:  # noqa: ARG002
-        """The chunks as they are: every offset is known from the headers."""
-        return manifest.chunks
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:  # noqa: ARG002
-        """The blobs as they are: the format holds none."""
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:  # noqa: ARG002
-        """Nothing: the format records no checksum."""
-        return iter(())
 
 
 def read_headers(source: Source, paths: Sequence[str]) -> list[Header]:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
-    ResolvedReader,
     StoredBox,
     header_findings,
     header_notes,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
+from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
-    ResolvedReader,
     header_findings,
     header_notes,
     read_headers,

@@ -9,8 +9,8 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._pickle.load import load_pickle
+from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.stored import (
-    ResolvedReader,
     StoredBox,
     header_findings,
     header_notes,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
-    ResolvedReader,
     header_findings,
     header_notes,
     read_headers,

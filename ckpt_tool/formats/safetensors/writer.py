@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.errors import Unsupported, UsageError
 from ckpt_tool.formats._hf_index import write_index
 from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, build_header, entry_fields
+from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from ckpt_tool.manifest.model import FileEntry, Manifest
@@ -36,7 +37,7 @@ class SafetensorsWriter:
             LayoutError: a tensor is not stored as one whole box.
         """
         _check_contents(request)
-        row_of_tensor = _whole_rows(request)
+        row_of_tensor = whole_rows(request, "a safetensors file")
         metadata = {"format": "pt", **request.options.metadata}
         header_limit = PEER_MAX_HEADER_NBYTES - _SLACK_NBYTES - sum(len(k) + len(v) for k, v in metadata.items()) * 6
         files = split(
@@ -142,28 +143,6 @@ def _check_contents(request: WriteRequest) -> None:
             f"safetensors has no such type: {listed}; {count:,} tensors in all",
             hint="cast them with --dtype, leave them out with --exclude, or choose --to rank-files",
         )
-
-
-def _whole_rows(request: WriteRequest) -> IntArray:
-    """int64[n_tensors]: the row of each tensor's box, -1 for an empty tensor that has none."""
-    tensors, boxes = request.tensors, request.boxes
-    counts = np.bincount(boxes.tensor, minlength=len(tensors))
-    width = tensors.shape.shape[1]
-    is_part = np.zeros(len(boxes), dtype=np.bool_)
-    if len(boxes):
-        is_part = (boxes.sizes[:, :width] != tensors.shape[boxes.tensor]).any(axis=1)
-    wrong = (counts != 1) & ~((counts == 0) & (tensors.numel == 0))
-    wrong[boxes.tensor[is_part]] = True
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise LayoutError(
-            f"expected one whole box of each tensor, but {int(wrong.sum()):,} tensors are cut, repeated or absent; "
-            f"{tensors.fqns[row]!r} has {int(counts[row]):,} boxes",
-            hint="safetensors files hold whole tensors: choose --to rank-files or dcp for a sharded layout",
-        )
-    rows = np.full(len(tensors), -1, dtype=np.int64)
-    rows[boxes.tensor] = np.arange(len(boxes))
-    return rows
 
 
 WRITER = SafetensorsWriter()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.errors import UsageError
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import (
     WrittenFile,
@@ -17,9 +17,10 @@ from ckpt_tool.formats._torch_file.written import (
     fresh_tensor,
     weights_only_notes,
 )
+from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.tables import ChunkTable, FileTable
 
 __all__ = ["WRITER", "TorchSaveWriter"]
 
@@ -49,7 +50,7 @@ class TorchSaveWriter:
             LayoutError: a tensor is not stored as one whole box.
         """
         check_dtypes(request.tensors)
-        row_of_tensor = _whole_rows(request)
+        row_of_tensor = whole_rows(request, "one torch.save file")
         path = request.options.file_name or _FILE_NAME
         if "/" in path or path.endswith((".safetensors", ".json")):
             raise UsageError(f"{path!r} is no name for a torch.save file", hint="name it like checkpoint.pt")
@@ -96,28 +97,6 @@ def _first_blobs(blobs: tuple[Blob, ...]) -> tuple[tuple[Blob, ...], int]:
     for blob in blobs:
         first.setdefault(blob.fqn, blob)
     return tuple(first.values()), len(blobs) - len(first)
-
-
-def _whole_rows(request: WriteRequest) -> IntArray:
-    """int64[n_tensors]: the row of each tensor's box, -1 for an empty tensor."""
-    tensors, boxes = request.tensors, request.boxes
-    rows = np.full(len(tensors), -1, dtype=np.int64)
-    rows[boxes.tensor] = np.arange(len(boxes))
-    counts = np.bincount(boxes.tensor, minlength=len(tensors))
-    is_whole = np.ones(len(tensors), dtype=np.bool_)
-    if len(boxes):
-        width = tensors.shape.shape[1]
-        is_whole[boxes.tensor] = (boxes.sizes[:, :width] == tensors.shape[boxes.tensor]).all(axis=1)
-    wrong = np.flatnonzero(((counts != 1) & ~((counts == 0) & (tensors.numel == 0))) | ~is_whole)
-    if len(wrong):
-        fqn = tensors.fqns[int(wrong[0])]
-        raise LayoutError(
-            f"expected one whole box of each tensor, but {len(wrong):,} tensors are cut, repeated or absent; "
-            f"{fqn!r} has {int(counts[wrong[0]]):,} boxes",
-            hint="one torch.save file holds whole tensors: choose --to torch-ranks or dcp for a sharded layout",
-        )
-    rows[tensors.numel == 0] = -1
-    return rows
 
 
 WRITER = TorchSaveWriter()

@@ -1,0 +1,1 @@
+"""NumPy's ``.npz``: a zip of ``.npy`` files."""
