@@ -7,7 +7,7 @@ nothing that they are inside of, and stop at a stated number of values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from ckpt_tool.formats._pickle.tensors import (
     WrapperRef,
 )
 
-__all__ = ["leaves", "plain", "storages", "tensor_leaves", "value_leaves"]
+__all__ = ["leaves", "plain", "storages", "tensor_leaves", "value_leaves", "walk"]
 
 Path = tuple[str | int, ...]
 
@@ -38,12 +38,23 @@ _MAX_PATH = 1_000
 _MAX_TEXT = 2_000
 
 
-def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, Any]]:
-    """Each leaf below ``root`` with its path, in the pickle's order: tensors, atoms and empty containers.
+def walk(
+    root: Any,
+    parts_of: Callable[[Path, Any], Iterable[tuple[str | int, Any]] | None],
+    *,
+    prefix: Path = (),
+    max_values: int = MAX_VALUES,
+) -> Iterator[tuple[Path, Any]]:
+    """Each value below ``root`` that is not entered, with its path, in order.
 
-    A path holds a dict's keys (``int`` stays ``int``; keys of other kinds as text) and a sequence's positions. An
-    object of an unknown class contributes the attributes of its state, ``args``, entries and items. A container that
-    is reached by two paths is walked twice, one that contains itself is not entered again.
+    A container that is reached by two paths is walked twice, one that contains itself is not entered again.
+
+    Args:
+        root: where to start; itself the only value when it is not entered.
+        parts_of: called once for each path with the path and the value there: its parts, each behind its key; None
+            where the value is not entered.
+        prefix: stands before all paths.
+        max_values: bound of the values looked at.
 
     Raises:
         FormatError: more than ``max_values`` values, or containers nested more than 1,000 deep.
@@ -51,7 +62,7 @@ def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, A
     inside: set[int] = set()
     # A container waits as (path, container, iterator over its children).
     stack: list[tuple[Path, int, Iterator[tuple[str | int, Any]]]] = []
-    pending: tuple[Path, Any] | None = ((), root)
+    pending: tuple[Path, Any] | None = (prefix, root)
     n_values = 0
     while pending is not None or stack:
         if pending is None:
@@ -69,14 +80,26 @@ def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, A
             raise FormatError(f"the pickle spells out more than {max_values:,} values: its parts contain each other")
         if id(value) in inside:
             continue
-        entered = _children(value)
+        entered = parts_of(path, value)
         if entered is None:
             yield path, value
         else:
             if len(stack) >= _MAX_PATH:  # paths are tuples: much deeper ones would fill the memory
                 raise FormatError(f"the pickle is nested more than {_MAX_PATH:,} levels deep")
             inside.add(id(value))
-            stack.append((path, id(value), entered))
+            stack.append((path, id(value), iter(entered)))
+
+
+def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, Any]]:
+    """Each leaf below ``root`` with its path, in the pickle's order: tensors, atoms and empty containers.
+
+    A path holds a dict's keys (``int`` stays ``int``; keys of other kinds as text) and a sequence's positions. An
+    object of an unknown class contributes the attributes of its state, ``args``, entries and items.
+
+    Raises:
+        FormatError: see `walk`.
+    """
+    return walk(root, lambda _, value: _children(value), max_values=max_values)
 
 
 def tensor_leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, TensorNode]]:

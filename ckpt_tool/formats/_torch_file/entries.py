@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.formats._pickle.tensors import (
     InlineTensorRef,
@@ -22,7 +21,7 @@ from ckpt_tool.formats._pickle.tensors import (
     TensorRef,
     WrapperRef,
 )
-from ckpt_tool.formats._pickle.walk import MAX_VALUES, plain
+from ckpt_tool.formats._pickle.walk import MAX_VALUES, plain, walk
 from ckpt_tool.manifest.model import KeyPath
 
 __all__ = ["Entries", "Entry", "entries_of"]
@@ -106,41 +105,24 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
 def _walk(
     root: Any, prefix: KeyPath, holders: set[int], found: Entries, classes: dict[str, None], max_values: int
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Entries in order; a container is entered once per path, and never inside of itself."""
-    inside: set[int] = set()
-    stack: list[tuple[KeyPath, int, Iterator[tuple[str | int, Any]]]] = []
-    pending: tuple[KeyPath, Any] | None = (prefix, root)
-    n_values = 0
-    while pending is not None or stack:
-        if pending is None:
-            path, identity, children = stack[-1]
-            following = next(children, None)
-            if following is None:
-                stack.pop()
-                inside.discard(identity)
-                continue
-            pending = ((*path, following[0]), following[1])
-        path, value = pending
-        pending = None
-        n_values += 1
-        if n_values > max_values:
-            raise FormatError(f"the pickle spells out more than {max_values:,} values: its parts contain each other")
-        if id(value) in inside:
-            continue
+    """Entries in order; notes on the way."""
+
+    def parts_of(path: KeyPath, value: Any) -> list[tuple[str | int, Any]] | None:
         if not _is_entered(value, holders):
-            if isinstance(value, MetaTensorRef):
-                name = ".".join(map(str, path))
-                found.notes.append(f"{name!r} is a meta tensor {list(value.shape)} without data; it is left out")
-            else:
-                yield path, value
-            continue
+            return None
         if isinstance(value, dict) and any(type(key) is int for key in value):
             found.int_keyed.append(".".join(map(str, path)))
         note = _note(value, classes)
         if note is not None:
             found.notes.append(f"{'.'.join(map(str, path))!r} {note}")
-        inside.add(id(value))
-        stack.append((path, id(value), iter(_children(value))))
+        return _children(value)
+
+    for path, value in walk(root, parts_of, prefix=prefix, max_values=max_values):
+        if isinstance(value, MetaTensorRef):
+            name = ".".join(map(str, path))
+            found.notes.append(f"{name!r} is a meta tensor {list(value.shape)} without data; it is left out")
+        else:
+            yield path, value
 
 
 def _is_entered(value: Any, holders: set[int]) -> bool:

@@ -6,13 +6,13 @@ Names are those of ``build``. ``mesh`` has the axes ``pp dp tp``; ``info`` has `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.described import manifest_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
 from ckpt_tool.formats.deepspeed.findings import checkpoint_findings, copy_findings
@@ -21,8 +21,7 @@ from ckpt_tool.formats.deepspeed.modules import weights_of
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, open_checkpoint
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.manifest.model import Manifest
 
 __all__ = ["READER", "DeepSpeedReader"]
 
@@ -30,7 +29,7 @@ __all__ = ["READER", "DeepSpeedReader"]
 _WEIGHTS_ALONE = (".safetensors", ".bin")
 
 
-class DeepSpeedReader:
+class DeepSpeedReader(TorchFilesReader):
     """A tag folder, or its parent with ``latest``.
 
     Requests: ``read`` makes three per file and one for ``latest``; ``resolve`` one per file and the local headers of
@@ -86,19 +85,6 @@ class DeepSpeedReader:
         info = facts_of(found, located, built, weights, placement, missing, stage=stage)
         manifest = manifest_of(self.name, source.listing.url, found.opened, built.entries, built.assembly, info)
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """See the class for its cost."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with each ``data.pkl``."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """The CRC-32 of each storage of each file, and of the pickles."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing files, absent weights, and copies that differ: these are read."""

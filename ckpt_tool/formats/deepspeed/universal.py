@@ -15,13 +15,13 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part
 from ckpt_tool.formats._torch_file.described import manifest_of
 from ckpt_tool.formats._torch_file.entries import Entries, Entry, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build, optimizer_values, state_name, weight_name
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
 from ckpt_tool.formats.deepspeed.findings import checkpoint_findings
@@ -34,7 +34,6 @@ from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
 __all__ = ["READER", "UniversalReader"]
 
@@ -43,7 +42,7 @@ _OPTIMIZER_STATE = "optimizer_state.pt"
 _STEP = "step"
 
 
-class UniversalReader:
+class UniversalReader(TorchFilesReader):
     """A universal tag folder, or its parent with ``latest_universal``.
 
     Requests: ``read`` makes two per file of at most 64 KiB, three per larger one, and one for ``latest_universal``;
@@ -109,19 +108,6 @@ class UniversalReader:
         files = [*found.opened, *opened]
         manifest = manifest_of(self.name, source.listing.url, files, built.entries, built.assembly, info)
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """See the class for its cost."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with each ``data.pkl``."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """The CRC-32 of each storage of each file, and of the pickles."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Absent weights, and what zips can have."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.rows import Rows
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.megatron.common_state import Common, common_of
 from ckpt_tool.formats.megatron.facts import facts_of
 from ckpt_tool.formats.megatron.joined import joined, with_folder
@@ -29,12 +29,11 @@ from ckpt_tool.formats.megatron.replicas import replica_findings
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
 __all__ = ["READER", "MegatronLegacyReader"]
 
 
-class MegatronLegacyReader:
+class MegatronLegacyReader(TorchFilesReader):
     """``mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt`` with ``distrib_optim.pt``; the run's folder or an iteration's."""
 
     name = "megatron-legacy"
@@ -86,19 +85,6 @@ class MegatronLegacyReader:
                 add_member(rows, member, name, member.tensor, files[coord], grid.number(coord))
         optimizer = read_optimizer(inner, grid, facts, model, files)
         return _manifest(self.name, source, location, common, model, rows, optimizer, files, grid)
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """Payload offsets by local headers: one request per file, and the headers of the rows asked for."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with each file's pickle."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """The CRC-32 of each storage and pickle of each file."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Copies that ranks hold of the same box and that differ; optimizer state that could not be placed."""

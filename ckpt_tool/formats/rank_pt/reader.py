@@ -18,7 +18,6 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, TorchFile, is_torch_head, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, PlacedBy, assemble, by_itself
 from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
@@ -26,13 +25,13 @@ from ckpt_tool.formats._torch_file.entries import Entries, Entry, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.placed import Placed
 from ckpt_tool.formats._torch_file.rank_names import RankFile, RankFileSet, find_sets
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, LayoutEntry, parse_layout
 from ckpt_tool.formats.rank_pt.replicas import replica_findings
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
+from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
 __all__ = ["READER", "RankFilesReader"]
 
@@ -40,7 +39,7 @@ _SHOWN = 8
 _PREFIXES: Mapping[str, KeyPath] = {"model": (), "optim": ("optim",), "extra_state": ("extra_state",)}
 
 
-class RankFilesReader:
+class RankFilesReader(TorchFilesReader):
     """Several torch.save files that differ in a rank number.
 
     Requests: ``read`` makes three per file (head, directory, ``data.pkl``), ``resolve`` one per file and the local
@@ -90,19 +89,6 @@ class RankFilesReader:
         info = _info(chosen, assembly)
         manifest = manifest_of(self.name, source.listing.url, opened, entries, assembly, info)
         return _with_parameter_names(manifest)
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """See the class for its cost."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with each ``data.pkl``."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """The CRC-32 of each storage of each file, and of the pickles."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing files, flat parameters, and replicas that are none (their bytes are read where no CRC tells)."""

@@ -6,23 +6,22 @@ The files decide: the index says which belong together and, where a tensor is in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part, assemble
 from ckpt_tool.formats._torch_file.described import manifest_of
 from ckpt_tool.formats._torch_file.entries import Entries, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings, shared_bytes_findings
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
 __all__ = ["READER", "HfBinReader"]
 
@@ -56,7 +55,7 @@ class _Contents:
         return found
 
 
-class HfBinReader:
+class HfBinReader(TorchFilesReader):
     """An index of ``.bin`` files.
 
     Requests: ``read`` makes one for the index and three per file; ``resolve`` one per file and the local headers of the
@@ -101,19 +100,6 @@ class HfBinReader:
         missing = [path for path in found.index.files if path in lost and path not in source.listing]
         info = {"index": found.index.path, **({"missing_files": missing} if missing else {})}
         return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """See the class for its cost."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with each ``data.pkl``."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """The CRC-32 of each storage of each file, and of the pickles."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Everything in which index and files differ; the files are opened again, three requests each."""

@@ -8,21 +8,20 @@ Two entries of one joined name (``{"a.b": ..., "a": {"b": ...}}``) both stay rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 
 from ckpt_tool.errors import CkptError, NotFound
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_file, zip_directory
 from ckpt_tool.formats._torch_file.assemble import assemble
 from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings, shared_bytes_findings
 from ckpt_tool.formats._torch_file.rank_names import find_sets, rank_file
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.manifest.model import Manifest
 
 __all__ = ["READER", "TorchSaveReader"]
 
@@ -33,7 +32,7 @@ _OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json")
 _MAX_PROBED = 8
 
 
-class TorchSaveReader:
+class TorchSaveReader(TorchFilesReader):
     """One torch.save file.
 
     Requests: ``read`` makes three (head, directory, ``data.pkl``), a legacy stream three, one more for a directory
@@ -91,19 +90,6 @@ class TorchSaveReader:
             found.notes.append(f"{path} is one of {int(numbered[1]):,} files: open the folder for all of them")
         info = {"container": file.kind}
         return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """See the class for its cost."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with ``data.pkl``."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """The CRC-32 of each storage, and of the pickle."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing checksums, and tensors that share bytes; one request for the directory."""
