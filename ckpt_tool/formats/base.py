@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from ckpt_tool.storage.store import Listing, Store
 __all__ = [
     "BoxTable",
     "Checksum",
+    "LaterSegments",
     "LayOut",
     "PlacingWriter",
     "Probe",
@@ -168,14 +169,41 @@ class Segment:
     data: bytes
 
 
+class LaterSegments(Sequence[Segment]):
+    """Segments that are made when the first of them is looked at: a plan that is only shown needs none."""
+
+    def __init__(self, make: Callable[[], Iterable[Segment]]) -> None:
+        self._make = make
+        self._made: tuple[Segment, ...] | None = None
+
+    def _all(self) -> tuple[Segment, ...]:
+        if self._made is None:
+            self._made = tuple(self._make())
+        return self._made
+
+    def __len__(self) -> int:
+        """Number of segments."""
+        return len(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        """One segment, or several."""
+        return self._all()[index]
+
+
 @dataclass(frozen=True)
 class LayOut:
     """A target manifest with everything that surrounds the payload, known before the first byte is written."""
 
     manifest: Manifest
     """Chunks are packed, row-major, and aligned row by row with ``WriteRequest.boxes``; file sizes are exact."""
-    segments: tuple[Segment, ...]
-    """Bytes known now; together with the chunks, ``seal`` and zero padding they fill every file."""
+    segments: Sequence[Segment]
+    """Bytes known before payload is; together with the chunks, ``seal`` and zero padding they fill every file."""
     commit_path: str | None
     """The file whose presence makes the target a checkpoint; it is written last. None when any complete file is one."""
     needs_crc32: bool = False

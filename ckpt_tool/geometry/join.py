@@ -69,39 +69,64 @@ def join_boxes(left: Boxes, right: Boxes) -> Pairs:
     if width == 0:  # only 0-dim tensors: one imaginary dimension of size 1
         widened = join_boxes(_widen(left), _widen(right))
         return Pairs(widened.left, widened.right, widened.offsets[:, :0], widened.sizes[:, :0])
-    keys, left_key = np.unique(left.key[live_left], return_inverse=True)
-    slot = np.minimum(np.searchsorted(keys, right.key[live_right]), len(keys) - 1)
-    known = keys[slot] == right.key[live_right]
-    live_right, right_key = live_right[known], slot[known]
+    left_key, right_key, n_keys = _common_keys(left.key[live_left], right.key[live_right])
+    known = np.flatnonzero(right_key >= 0)
+    live_right, right_key = live_right[known], right_key[known]
 
-    lo = left.offsets[live_left]
-    hi = lo + left.sizes[live_left]
-    sweep_dim = _most_divided_dim(left_key, lo, len(keys))
-    start = np.take_along_axis(lo, sweep_dim[left_key][:, None], axis=1)[:, 0]
-    stop = np.take_along_axis(hi, sweep_dim[left_key][:, None], axis=1)[:, 0]
-    right_lo = right.offsets[live_right]
-    right_hi = right_lo + right.sizes[live_right]
-    right_start = np.take_along_axis(right_lo, sweep_dim[right_key][:, None], axis=1)[:, 0]
-    right_stop = np.take_along_axis(right_hi, sweep_dim[right_key][:, None], axis=1)[:, 0]
+    lo, right_lo = left.offsets[live_left], right.offsets[live_right]
+    hi, right_hi = lo + left.sizes[live_left], right_lo + right.sizes[live_right]
+    # One number line for all keys: key * span + position.
+    span = int(max(hi.max(initial=0), right_hi.max(initial=0))) + 1
+    sweep_dim = _most_divided_dim(left_key, lo, n_keys, span)
+    start, stop = _along(sweep_dim[left_key], lo, hi)
+    right_start, right_stop = _along(sweep_dim[right_key], right_lo, right_hi)
 
-    # One number line for all keys: key * span + position. Sorted by start, running maxima of the stops are sorted too,
-    # so the candidates of a right box are one slice, found by two binary searches.
-    span = int(max(stop.max(initial=0), right_stop.max(initial=0))) + 1
-    order = np.lexsort((start, left_key))
-    line_start = left_key[order] * span + start[order]
-    line_stop = np.maximum.accumulate(left_key[order] * span + stop[order])
-    first = np.searchsorted(line_stop, right_key * span + right_start, side="right")
-    last = np.searchsorted(line_start, right_key * span + right_stop, side="left")
+    # Sorted by start, running maxima of the stops are sorted too, so the candidates of a right box are one slice, found
+    # by two binary searches.
+    line_start, line_stop = left_key * span + start, left_key * span + stop
+    order = np.argsort(line_start, kind="stable")
+    line_stop = line_stop[order]
+    right_line = right_key * span + right_start
+    first = np.searchsorted(np.maximum.accumulate(line_stop), right_line, side="right")
+    last = np.searchsorted(line_start[order], right_key * span + right_stop, side="left")
     count = np.maximum(last - first, 0)
-    pair_right = np.repeat(np.arange(len(live_right)), count)
-    pair_left = order[np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
+    place = np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
+    meets = np.flatnonzero(line_stop[place] > np.repeat(right_line, count))
+    pair_left, pair_right = order[place[meets]], np.repeat(np.arange(len(live_right)), count)[meets]
 
     offsets = np.maximum(lo[pair_left], right_lo[pair_right])
     sizes = np.minimum(hi[pair_left], right_hi[pair_right]) - offsets
-    common = (sizes > 0).all(axis=1) & (left_key[pair_left] == right_key[pair_right])
-    found_left, found_right = live_left[pair_left[common]], live_right[pair_right[common]]
-    rank = np.lexsort((found_left, found_right))
-    return Pairs(found_left[rank], found_right[rank], offsets[common][rank], sizes[common][rank])
+    common = sizes[:, 0] > 0
+    for dim in range(1, width):
+        common &= sizes[:, dim] > 0
+    found_left, found_right = live_left[pair_left], live_right[pair_right]
+    rows = np.flatnonzero(common)
+    line = (found_right * len(left) + found_left)[rows]
+    if not (line[1:] > line[:-1]).all():  # already by right row; by left row only where that is the order of starts
+        rows = rows[np.argsort(line, kind="stable")]
+    elif len(rows) == len(common):
+        return Pairs(found_left, found_right, offsets, sizes)
+    return Pairs(found_left[rows], found_right[rows], offsets[rows], sizes[rows])
+
+
+def _common_keys(left: Int64Array, right: Int64Array) -> tuple[Int64Array, Int64Array, int]:
+    """Keys of both sides as numbers from 0, -1 for a right one that no left one equals, and how many there are."""
+    low, high = int(left.min()), int(left.max())
+    if high - low > 4 * (len(left) + len(right)) + 1024:  # too wide for a table
+        keys, numbers = np.unique(left, return_inverse=True)
+        slot = np.minimum(np.searchsorted(keys, right), len(keys) - 1)
+        return numbers, np.where(keys[slot] == right, slot, -1), len(keys)
+    is_known = np.zeros(high - low + 1, dtype=bool)
+    is_known[left - low] = True
+    number = np.where(is_known, np.cumsum(is_known) - 1, -1)
+    inside = (right >= low) & (right <= high)
+    return number[left - low], np.where(inside, number[np.where(inside, right - low, 0)], -1), int(is_known.sum())
+
+
+def _along(dim: Int64Array, lo: Int64Array, hi: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Corners of each box along its own dimension."""
+    flat = np.arange(len(dim)) * lo.shape[1] + dim
+    return lo.reshape(-1)[flat], hi.reshape(-1)[flat]
 
 
 def _widen(boxes: Boxes) -> Boxes:
@@ -109,15 +134,14 @@ def _widen(boxes: Boxes) -> Boxes:
     return Boxes(boxes.key, column, column + 1)
 
 
-def _most_divided_dim(key: Int64Array, offsets: Int64Array, n_keys: int) -> Int64Array:
-    """int64[n_keys]: per key the dimension with the most distinct offsets, the first such."""
+def _most_divided_dim(key: Int64Array, offsets: Int64Array, n_keys: int, span: int) -> Int64Array:
+    """int64[n_keys]: per key the dimension with the most distinct offsets (below ``span``), the first such."""
     distinct = np.zeros((n_keys, offsets.shape[1]), dtype=np.int64)
     for dim in range(offsets.shape[1]):
-        order = np.lexsort((offsets[:, dim], key))
-        k, o = key[order], offsets[order, dim]
-        is_new = np.ones(len(k), dtype=bool)
-        is_new[1:] = (k[1:] != k[:-1]) | (o[1:] != o[:-1])
-        distinct[:, dim] = np.bincount(k[is_new], minlength=n_keys)
+        line = np.sort(key * span + offsets[:, dim])
+        is_new = np.ones(len(line), dtype=bool)
+        is_new[1:] = line[1:] != line[:-1]
+        distinct[:, dim] = np.bincount(line[is_new] // span, minlength=n_keys)
     best: Int64Array = np.argmax(distinct, axis=1)
     return best
 

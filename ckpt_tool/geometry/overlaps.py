@@ -6,7 +6,10 @@ call: only boxes with equal numbers meet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 
@@ -20,15 +23,41 @@ def exact_duplicates(offsets: Int64Array, sizes: Int64Array, group: Int64Array |
 
     Applied to ``offsets[first]`` and ``sizes[first]`` it gives the same boxes again.
     """
-    keys = [*sizes.T, *offsets.T, group if group is not None else np.zeros(len(sizes), dtype=np.int64)]
-    order = np.lexsort(keys)  # stable: equal boxes keep their order
-    is_new = np.ones(len(order), dtype=np.bool_)
-    if len(order):
-        is_new[1:] = np.any([key[order[1:]] != key[order[:-1]] for key in keys], axis=0)
-    heads = np.flatnonzero(is_new)
-    first = np.empty(len(order), dtype=np.int64)
-    first[order] = order[heads[np.cumsum(is_new) - 1]]
+    columns = [*offsets.T, *sizes.T, *([] if group is None else [group])]
+    n = len(sizes)
+    if not columns:
+        return np.zeros(n, dtype=np.int64)
+    digest = _row_digest(columns)
+    order = np.argsort(digest, kind="stable")  # equal boxes keep their order
+    first = np.empty(n, dtype=np.int64)
+    first[order] = _run_heads([digest[order]], order)
+    if any((column[first] != column).any() for column in columns):  # different boxes of one digest
+        return _duplicates_by_sorting(columns)
     return first
+
+
+def _row_digest(columns: Sequence[Int64Array]) -> npt.NDArray[np.uint64]:
+    """A number for each row that equal rows share, and others hardly ever."""
+    digest = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        digest = (digest ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        digest ^= digest >> np.uint64(29)
+    return digest
+
+
+def _duplicates_by_sorting(columns: Sequence[Int64Array]) -> Int64Array:
+    order = np.lexsort(columns)
+    first = np.empty(len(order), dtype=np.int64)
+    first[order] = _run_heads([column[order] for column in columns], order)
+    return first
+
+
+def _run_heads(columns: Sequence[npt.NDArray[np.integer]], order: Int64Array) -> Int64Array:
+    """``order`` with each number replaced by the first of its run, in which all sorted ``columns`` are equal."""
+    is_new = np.ones(len(order), dtype=np.bool_)
+    is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    heads = np.flatnonzero(is_new)
+    return np.repeat(order[heads], np.diff(np.append(heads, len(order))))
 
 
 def overlapping_pairs(
@@ -46,15 +75,22 @@ def overlapping_pairs(
     if starts.shape[1] == 0:  # every box of no dimensions is the one element
         starts = np.zeros((len(rows), 1), dtype=np.int64)
         stops = np.ones_like(starts)
-    labels = np.zeros(len(rows), dtype=np.int64)
-    if group is not None:
-        labels = np.unique(group[rows], return_inverse=True)[1].reshape(-1).astype(np.int64)
-    starts, stops = _compressed(starts, stops)
+    labels = np.zeros(len(rows), dtype=np.int64) if group is None else _numbered(group[rows])
+    if 2 * (len(rows) + 1) * (int(stops.max(initial=0)) + 1) >= 1 << 62 or int(starts.min(initial=0)) < 0:
+        starts, stops = _compressed(starts, stops)
     labels = _separated(labels, starts, stops)
     crowd = np.flatnonzero(np.bincount(labels)[labels] > 1) if len(labels) else labels
     pairs = _interlocked(labels[crowd], starts[crowd], stops[crowd], limit)
     pairs = np.sort(rows[crowd[pairs]].reshape(-1, 2), axis=1)
     return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+
+
+def _numbered(group: Int64Array) -> Int64Array:
+    """Groups as numbers from 0, below the number of rows and in no order."""
+    low, high = int(group.min(initial=0)), int(group.max(initial=0))
+    if 0 <= low and high <= len(group):
+        return group.astype(np.int64)
+    return np.unique(group, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 def _compressed(starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -69,7 +105,7 @@ def _compressed(starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int6
 
 def _separated(labels: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
     """Labels refined until no plane that cuts no box separates boxes of one label."""
-    unit = 2 * len(labels) + 1
+    unit = int(stops.max(initial=0)) + 1
     n_labels, idle_dims, dim = -1, 0, 0
     while idle_dims < starts.shape[1]:
         low, high = labels * unit + starts[:, dim], labels * unit + stops[:, dim]
@@ -81,6 +117,8 @@ def _separated(labels: Int64Array, starts: Int64Array, stops: Int64Array) -> Int
         found = int(is_new.sum())
         idle_dims = 1 if found > n_labels else idle_dims + 1
         n_labels = found
+        if found == len(order):
+            break
         dim = (dim + 1) % starts.shape[1]
     return labels
 

@@ -156,7 +156,7 @@ def _distinct_sources(source: Manifest, wanted: IntArray, width: int) -> _Availa
     rows = np.flatnonzero(is_wanted[source.chunks.tensor])
     offsets, sizes = _pad(source.chunks.offsets[rows], width, 0), _pad(source.chunks.sizes[rows], width, 1)
     key = source.chunks.tensor[rows].astype(np.int64)
-    first = np.unique(exact_duplicates(offsets, sizes, key))
+    first = np.flatnonzero(exact_duplicates(offsets, sizes, key) == np.arange(len(rows)))
     return _Available(Boxes(key[first], offsets[first], sizes[first]), rows[first])
 
 
@@ -170,9 +170,8 @@ def _regions(needed: Boxes, chunks: ChunkTable, *, in_file_order: bool) -> tuple
     live = np.flatnonzero((needed.sizes > 0).all(axis=1))
     key, offsets, sizes = needed.key[live], needed.offsets[live], needed.sizes[live]
     box = exact_duplicates(offsets, sizes, key)
-    first = np.unique(box)
-    tensors, tensor_of_chunk = np.unique(key, return_inverse=True)
-    n = len(tensors)
+    first = np.flatnonzero(box == np.arange(len(live)))
+    n, tensor_of_chunk = _numbered(key)
     low = np.full((n, offsets.shape[1]), np.iinfo(np.int64).max, dtype=np.int64)
     high = np.zeros_like(low)
     np.minimum.at(low, tensor_of_chunk, offsets)
@@ -190,14 +189,12 @@ def _regions(needed: Boxes, chunks: ChunkTable, *, in_file_order: bool) -> tuple
     if in_file_order:
         label, turn = sequence.in_file_order(label, chunks.file[live], chunks.offset[live])
         position = np.lexsort((chunks.offset[live], chunks.file[live], turn))
-    labels, region = np.unique(label, return_inverse=True)
-    first_position = np.full(len(labels), len(live), dtype=np.int64)
-    rank = np.empty(len(live), dtype=np.int64)
-    rank[position] = np.arange(len(live))
-    np.minimum.at(first_position, region, rank)
+    n_labels, region = _numbered(label)
+    first_position = np.full(n_labels, len(live), dtype=np.int64)
+    first_position[region[position[::-1]]] = np.arange(len(live))[::-1]  # of equal ones the last assignment stays
     order = np.argsort(first_position, kind="stable")
-    new_number = np.empty(len(labels), dtype=np.int64)
-    new_number[order] = np.arange(len(labels))
+    new_number = np.empty(n_labels, dtype=np.int64)
+    new_number[order] = np.arange(n_labels)
     representative = position[first_position[order]]
     whole = label[representative] < n
     region_low = np.where(whole[:, None], low[tensor_of_chunk[representative]], offsets[representative])
@@ -205,6 +202,13 @@ def _regions(needed: Boxes, chunks: ChunkTable, *, in_file_order: bool) -> tuple
     region_of_chunk = np.full(len(needed), -1, dtype=np.int64)
     region_of_chunk[live] = new_number[region]
     return Boxes(key[representative], region_low, region_high - region_low), region_of_chunk
+
+
+def _numbered(labels: IntArray) -> tuple[int, IntArray]:
+    """How many different labels (from 0) there are, and each one's place among them in ascending order."""
+    used = np.zeros(int(labels.max(initial=-1)) + 1, dtype=bool)
+    used[labels] = True
+    return int(used.sum()), (np.cumsum(used) - 1)[labels]
 
 
 def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles, IntArray]:

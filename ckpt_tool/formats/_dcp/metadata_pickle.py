@@ -1,9 +1,9 @@
 """Parts of a ``.metadata`` that is being written, as the pickle that torch's own classes would give.
 
-A checkpoint has three records per chunk, so the pickle is put together from ready-made pieces, a few microseconds a
-chunk; ``_pickle.dump`` walks objects and takes twenty times as long. Class layout: torch/distributed/checkpoint
-metadata.py and filesystem.py, the same in torch 2.4 and 2.13 (``version``, which 2.4 does not know, becomes a plain
-attribute there). Protocol 4 without frames, which are optional (PEP 3154).
+A checkpoint has three records per chunk, so these are rows of numbers (``pickle_rows``) and the rest is put together
+from ready-made pieces; ``_pickle.dump`` walks objects, which takes a hundred times as long. Class layout:
+torch/distributed/checkpoint metadata.py and filesystem.py, the same in torch 2.4 and 2.13 (``version``, which 2.4 does
+not know, becomes a plain attribute there). Protocol 4 without frames, which are optional (PEP 3154).
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ckpt_tool.dtypes import DType
+from ckpt_tool.formats._dcp.pickle_rows import Recalled, Rows
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.manifest.tables import IntArray, pad_shapes
 
 __all__ = [
     "MetadataPickle",
     "WrittenChunk",
+    "WrittenChunks",
     "WrittenItem",
     "WrittenTensor",
     "add_planner_data",
@@ -54,85 +59,155 @@ class WrittenChunk:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """One tensor with its chunks."""
+    """One tensor; its chunks are the next ``n_chunks`` rows of a `WrittenChunks`."""
 
     fqn: str
     dtype: DType
     shape: Sequence[int]
     path: KeyPath
-    chunks: Sequence[WrittenChunk]
+    n_chunks: int
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenChunks:
+    """Boxes and their items, in the order of tensors."""
+
+    paths: Sequence[str]
+    offsets: IntArray  # int64[n, D], global coordinates, padded behind
+    sizes: IntArray  # int64[n, D]
+    file: IntArray  # int64[n], row of paths
+    offset: IntArray  # int64[n], byte of the item
+    length: IntArray  # int64[n], bytes of the item
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.file)
+
+    @classmethod
+    def of(cls, chunks: Sequence[WrittenChunk]) -> WrittenChunks:
+        """Columns of records."""
+        width = max((len(chunk.sizes) for chunk in chunks), default=0)
+        paths = {path: row for row, path in enumerate(dict.fromkeys(chunk.item.path for chunk in chunks))}
+        return cls(
+            tuple(paths),
+            pad_shapes([chunk.offsets for chunk in chunks], width, 0),
+            pad_shapes([chunk.sizes for chunk in chunks], width, 1),
+            np.array([paths[chunk.item.path] for chunk in chunks], dtype=np.int64),
+            np.array([chunk.item.offset for chunk in chunks], dtype=np.int64),
+            np.array([chunk.item.length for chunk in chunks], dtype=np.int64),
+        )
 
 
 class MetadataPickle:
-    """A pickle in the making: its bytes, and the numbers under which values in it are remembered."""
+    """A pickle in the making: its pieces, and the numbers under which values in it are remembered."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray(b"\x80\x04")
-        self._known: dict[object, bytes] = {}
+        self._pieces: list[bytes | tuple[Rows, int, int]] = [b"\x80\x04"]
+        self._known: dict[object, int] = {}
+        self.nbytes = 2
+        """Length of the pickle so far."""
 
     def add(self, *pieces: bytes) -> None:
         """Append pieces."""
-        self._bytes += b"".join(pieces)
+        self._pieces += pieces
+        self.nbytes += sum(map(len, pieces))
+
+    def add_rows(self, rows: Rows, first: int, stop: int) -> None:
+        """Append the records ``first:stop``; they are made when the pickle is."""
+        self._pieces.append((rows, first, stop))
+        self.nbytes += (stop - first) * rows.row_nbytes
 
     def finished(self) -> bytes:
         """The whole pickle."""
-        return bytes(self._bytes)
+        return b"".join(
+            piece if isinstance(piece, bytes) else memoryview(piece[0].table[piece[1] : piece[2]]).cast("B")
+            for piece in self._pieces
+        )
+
+    def number(self, value: str) -> int:
+        """The number under which a string is remembered."""
+        self.text(value)
+        return self._known[value]
 
     def known(self, key: object) -> bytes | None:
         """The piece that pushes what was remembered as ``key``."""
-        return self._known.get(key)
+        number = self._known.get(key)
+        return None if number is None else _recall_piece(number)
 
     def remember(self, key: object) -> None:
         """Remember the value on top of the stack as ``key``."""
-        number = len(self._known)
-        self._known[key] = b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
-        self._bytes += _MEMOIZE
+        self._known[key] = len(self._known)
+        self.add(_MEMOIZE)
 
     def text(self, value: str) -> bytes:
         """The piece that pushes a string; on its first use the string is put into the pickle, and off the stack."""
         found = self._known.get(value)
         if found is None:
+            found = len(self._known)
             self.add(text_piece(value))
             self.remember(value)
             self.add(_POP)
-            found = self._known[value]
-        return found
+        return _recall_piece(found)
 
     def name(self, module: str, name: str, *, keep: bool = False) -> bytes:
         """The piece that pushes a class or function; with ``keep`` it stays on the stack, and the piece is empty."""
         key = (module, name)
-        found = self._known.get(key)
+        found = self.known(key)
         if found is None:
             for part in key:
-                piece = self._known.get(part)
+                piece = self.known(part)
                 self.add(text_piece(part) if piece is None else piece)
                 if piece is None:
                     self.remember(part)
             self.add(b"\x93")
             self.remember(key)
-            found = self._known[key]
+            found = _recall_piece(self._known[key])
             self.add(b"" if keep else _POP)
         return b"" if keep else found
 
 
-def add_state_dict_metadata(pickle: MetadataPickle, tensors: Sequence[WrittenTensor], blobs: Sequence[str]) -> None:
+def add_state_dict_metadata(
+    pickle: MetadataPickle, tensors: Sequence[WrittenTensor], chunks: WrittenChunks, blobs: Sequence[str]
+) -> None:
     """Pushes the dict of fqn to TensorStorageMetadata or BytesStorageMetadata."""
     size = pickle.name("torch", "Size")
     record = pickle.name(_METADATA, "TensorStorageMetadata") + _NEW + _EMPTY_DICT + _MARK
     chunk = pickle.name(_METADATA, "ChunkStorageMetadata") + _NEW + _EMPTY_DICT + _MARK + pickle.text("offsets")
     names = {name: pickle.text(name) for name in ("properties", "size", "chunks", "sizes")}
     bytes_record = pickle.name(_METADATA, "BytesStorageMetadata") + _NEW
+    rows_of = {
+        ndim: Rows(
+            len(rows),
+            [chunk, *_size_parts(size, chunks.offsets[rows], ndim), names["sizes"],
+             *_size_parts(size, chunks.sizes[rows], ndim), _SETITEMS + _BUILD],
+        )
+        for ndim, rows in _by_ndim(tensors)
+    }  # fmt: skip
+    used = dict.fromkeys(rows_of, 0)
     pickle.add(_EMPTY_DICT, _MARK)
     for tensor in tensors:
-        fqn, properties = pickle.text(tensor.fqn), _properties(pickle, tensor.dtype)
-        pickle.add(fqn, record, names["properties"], properties, names["size"], _size(size, tensor.shape))
-        pickle.add(names["chunks"], _EMPTY_LIST, _MARK)
-        for box in tensor.chunks:
-            pickle.add(chunk, _size(size, box.offsets), names["sizes"], _size(size, box.sizes), _SETITEMS, _BUILD)
-        pickle.add(_APPENDS, _SETITEMS, _BUILD)
+        fqn, properties, ndim = pickle.text(tensor.fqn), _properties(pickle, tensor.dtype), len(tensor.shape)
+        head = (fqn, record, names["properties"], properties, names["size"], _size(size, tensor.shape))
+        pickle.add(b"".join((*head, names["chunks"], _EMPTY_LIST, _MARK)))
+        pickle.add_rows(rows_of[ndim], used[ndim], used[ndim] + tensor.n_chunks)
+        used[ndim] += tensor.n_chunks
+        pickle.add(_APPENDS + _SETITEMS + _BUILD)
     for fqn_text in blobs:
         pickle.add(pickle.text(fqn_text), bytes_record)
     pickle.add(_SETITEMS)
+
+
+def _by_ndim(tensors: Sequence[WrittenTensor]) -> list[tuple[int, IntArray]]:
+    """Rows of chunks by their number of dimensions."""
+    if not tensors:
+        return []
+    ndim = np.repeat([len(tensor.shape) for tensor in tensors], [tensor.n_chunks for tensor in tensors])
+    return [(n, np.flatnonzero(ndim == n)) for n in sorted({len(tensor.shape) for tensor in tensors})]
+
+
+def _size_parts(cls: bytes, columns: IntArray, ndim: int) -> list[bytes | IntArray | Recalled]:
+    """A column of ``torch.Size``."""
+    return [cls + _MARK, *columns.T[:ndim], _TUPLE + _TUPLE1 + _REDUCE]
 
 
 def _properties(pickle: MetadataPickle, dtype: DType) -> bytes:
@@ -165,26 +240,32 @@ def add_planner_data(pickle: MetadataPickle, paths: Iterable[tuple[str, KeyPath]
 def add_storage_data(
     pickle: MetadataPickle,
     tensors: Sequence[WrittenTensor],
+    chunks: WrittenChunks,
     blobs: Sequence[tuple[str, KeyPath, WrittenItem]],
     info_class: tuple[str, str],
 ) -> None:
     """Pushes the dict of MetadataIndex to ``_StorageInfo``, which is of the module and name ``info_class``."""
     info = pickle.name(*info_class) + _NEW + _EMPTY_DICT + _MARK + pickle.text("relative_path")
-    names = {name: pickle.text(name) for name in ("offset", "length")}
-
-    def record(item: WrittenItem) -> tuple[bytes, ...]:
-        path = pickle.text(item.path)
-        numbers = (names["offset"], integer_piece(item.offset), names["length"], integer_piece(item.length))
-        return (info, path, *numbers, _SETITEMS, _BUILD)
-
+    names = {name: pickle.text(name) for name in ("offset", "length", "fqn", "index")}
+    size = pickle.name("torch", "Size")
+    index = pickle.name(_METADATA, "MetadataIndex") + _NEW + _EMPTY_DICT + _MARK + names["fqn"]
+    n_chunks = np.array([tensor.n_chunks for tensor in tensors], dtype=np.int64)
+    fqn = np.repeat(np.array([pickle.number(tensor.fqn) for tensor in tensors], dtype=np.int64), n_chunks)
+    number = np.arange(len(fqn)) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
+    path = np.array([pickle.number(path) for path in chunks.paths], dtype=np.int64)[chunks.file]
+    placed = [(blob, pickle.text(blob), pickle.text(item.path), item) for blob, _, item in blobs]
     pickle.add(_EMPTY_DICT, _MARK)
-    for fqn, _, item in blobs:
-        value = record(item)
-        pickle.add(index_piece(pickle, fqn, None, ()), *value)
-    for tensor in tensors:
-        for number, box in enumerate(tensor.chunks):
-            value = record(box.item)
-            pickle.add(index_piece(pickle, tensor.fqn, number, box.offsets), *value)
+    for blob, _, item_path, item in placed:
+        place = (names["offset"], integer_piece(item.offset), names["length"], integer_piece(item.length))
+        pickle.add(index_piece(pickle, blob, None, ()), info, item_path, *place, _SETITEMS + _BUILD)
+    for ndim, rows in _by_ndim(tensors):
+        records = Rows(
+            len(rows),
+            [index, Recalled(fqn[rows]), names["index"], number[rows], names["offset"],
+             *_size_parts(size, chunks.offsets[rows], ndim), _SETITEMS + _BUILD + info, Recalled(path[rows]),
+             names["offset"], chunks.offset[rows], names["length"], chunks.length[rows], _SETITEMS + _BUILD],
+        )  # fmt: skip
+        pickle.add_rows(records, 0, len(rows))
     pickle.add(_SETITEMS)
 
 
@@ -202,6 +283,11 @@ def index_piece(pickle: MetadataPickle, fqn: str, number: int | None, offsets: S
 def _size(cls: bytes, sizes: Sequence[int]) -> bytes:
     """A ``torch.Size``: a call with one tuple."""
     return b"".join([cls, _MARK, *map(integer_piece, sizes), _TUPLE, _TUPLE1, _REDUCE])
+
+
+def _recall_piece(number: int) -> bytes:
+    """The piece that pushes a remembered value."""
+    return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
 
 
 def text_piece(value: str) -> bytes:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
-from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenItem, WrittenTensor
+from ckpt_tool.formats._dcp.item_lengths import item_lengths
+from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunks, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.written_items import ItemKind, ItemKinds, is_writable
 from ckpt_tool.formats.base import BoxTable, Segment
+from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 
@@ -24,6 +27,7 @@ class GrowingFiles:
 
     nbytes: dict[str, int] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
+    """Whole items, and parts of them that are not those of `PlacedItems`."""
 
     def extend(self, path: str, nbytes: int) -> int:
         """Offset of the next ``nbytes`` of ``path``."""
@@ -38,18 +42,52 @@ class GrowingFiles:
         return WrittenItem(path, offset, len(data))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlacedItems:
     """One row per box: its item."""
 
+    tensors: TensorTable
+    boxes: BoxTable
     paths: tuple[str, ...]
     file: IntArray
     item_offset: IntArray
+    item_nbytes: IntArray
     head_nbytes: IntArray
     payload_nbytes: IntArray
-    kinds: list[ItemKind]
+    order: IntArray
+    """Rows by file, and in a file by place."""
     extra: dict[int, WrittenItem]
     """Items of empty tensors that have no box: torch loads one for every tensor."""
+
+    def kinds(self, rows: IntArray) -> Iterator[ItemKind]:
+        """The kind of each item, laid out when it is asked for."""
+        kinds_of = ItemKinds()
+        tensor = self.boxes.tensor[rows].tolist()
+        sizes, ndim = self.boxes.sizes[rows].tolist(), self.tensors.ndim.tolist()
+        for number, extent in zip(tensor, sizes, strict=True):
+            yield kinds_of.kind(self.tensors.dtypes[number], tuple(extent[: ndim[number]]))
+
+    def segments(self) -> Iterator[Segment]:
+        """Everything between payloads of a file: one segment from the end of a payload to the start of the next."""
+        between: dict[tuple[int, int], bytes] = {}
+        last_file, position, before = -1, 0, None
+        rows = zip(
+            self.file[self.order].tolist(), self.item_offset[self.order].tolist(), self.kinds(self.order), strict=True
+        )
+        for file, offset, kind in rows:
+            if file != last_file:
+                if before is not None:
+                    yield Segment(self.paths[last_file], position, before.rear(0))
+                last_file, position, before = file, offset, None
+            key = (id(before), id(kind))
+            data = between.get(key)
+            if data is None:
+                data = between[key] = (b"" if before is None else before.rear(0)) + kind.head
+            yield Segment(self.paths[file], position, data)
+            position = offset + len(kind.head) + kind.payload_nbytes
+            before = kind
+        if before is not None:
+            yield Segment(self.paths[last_file], position, before.rear(0))
 
 
 def check_dtypes(tensors: TensorTable) -> None:
@@ -83,63 +121,46 @@ def place_boxes(
     Raises:
         LayoutError: a tensor with elements has no box.
     """
-    n = len(boxes)
-    kinds_of = ItemKinds()
-    ndim = tensors.ndim[boxes.tensor].tolist()
-    sizes = boxes.sizes.tolist()
-    dtypes = [tensors.dtypes[row] for row in boxes.tensor.tolist()]
-    kinds = [kinds_of.kind(d, tuple(s[:m])) for d, s, m in zip(dtypes, sizes, ndim, strict=True)]
+    item_nbytes, head_nbytes, payload_nbytes = item_lengths(tensors, boxes)
     ranks, file = np.unique(boxes.rank, return_inverse=True)
     paths = tuple(path_of(int(rank)) for rank in ranks)
-    lengths = np.array([kind.nbytes for kind in kinds], dtype=np.int64)
-    offsets = np.zeros(n, dtype=np.int64)
-    for number, path in enumerate(paths):
-        rows = np.flatnonzero(file == number)
-        start = files.extend(path, int(lengths[rows].sum()))
-        offsets[rows] = start + np.cumsum(lengths[rows]) - lengths[rows]
-        _surround(path, kinds, rows, offsets, files)
+    order = np.argsort(file, kind="stable")
+    first = np.searchsorted(file[order], np.arange(len(paths) + 1))
+    before = np.concatenate([[0], np.cumsum(item_nbytes[order])])
+    starts = [files.extend(path, nbytes) for path, nbytes in zip(paths, np.diff(before[first]).tolist(), strict=True)]
+    offsets = np.empty(len(boxes), dtype=np.int64)
+    base = np.array(starts, dtype=np.int64) - before[first[:-1]]
+    offsets[order] = before[:-1] + base[file[order]]
     extra: dict[int, WrittenItem] = {}
     has_box = np.bincount(boxes.tensor, minlength=len(tensors)) > 0
     has_box[list(elsewhere)] = True
+    kinds_of = ItemKinds()
     for row in np.flatnonzero(~has_box).tolist():
         if tensors.numel[row]:
             raise LayoutError("no box of the tensor is to be stored", where=tensors.fqns[row])
         kind = kinds_of.kind(tensors.dtypes[row], tensors.shape_of(row))
         extra[row] = files.append(path_of(0), kind.head + kind.rear(0))
     return PlacedItems(
+        tensors=tensors,
+        boxes=boxes,
         paths=paths,
         file=file.astype(np.int64),
         item_offset=offsets,
-        head_nbytes=np.array([len(kind.head) for kind in kinds], dtype=np.int64),
-        payload_nbytes=np.array([kind.payload_nbytes for kind in kinds], dtype=np.int64),
-        kinds=kinds,
+        item_nbytes=item_nbytes,
+        head_nbytes=head_nbytes,
+        payload_nbytes=payload_nbytes,
+        order=order,
         extra=extra,
     )
 
 
-def _surround(path: str, kinds: list[ItemKind], rows: IntArray, offsets: IntArray, files: GrowingFiles) -> None:
-    """Everything between payloads of one file: one segment from the end of a payload to the start of the next."""
-    between: dict[tuple[int, int], bytes] = {}
-    position, before = int(offsets[rows[0]]), None
-    for row, offset in zip(rows.tolist(), offsets[rows].tolist(), strict=True):
-        kind = kinds[row]
-        key = (id(before), id(kind))
-        data = between.get(key)
-        if data is None:
-            data = between[key] = (b"" if before is None else before.rear(0)) + kind.head
-        files.segments.append(Segment(path, position, data))
-        position = offset + len(kind.head) + kind.payload_nbytes
-        before = kind
-    if before is not None:
-        files.segments.append(Segment(path, position, before.rear(0)))
-
-
 def sealed(placed: PlacedItems, crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
     """The end of every item once more, with the checksum of its payload."""
-    starts = (placed.item_offset + placed.head_nbytes + placed.payload_nbytes).tolist()
-    for kind, file, start, crc32 in zip(placed.kinds, placed.file.tolist(), starts, crc32s.tolist(), strict=True):
-        if kind.payload_nbytes:
-            yield Segment(placed.paths[file], start, kind.rear(crc32))
+    rows = np.flatnonzero(placed.payload_nbytes > 0)
+    starts = (placed.item_offset + placed.head_nbytes + placed.payload_nbytes)[rows].tolist()
+    columns = (placed.kinds(rows), placed.file[rows].tolist(), starts, crc32s[rows].tolist())
+    for kind, file, start, crc32 in zip(*columns, strict=True):
+        yield Segment(placed.paths[file], start, kind.rear(crc32))
 
 
 def written_tensors(
@@ -148,35 +169,48 @@ def written_tensors(
     placed: PlacedItems,
     names: Sequence[tuple[str, KeyPath]],
     elsewhere: Collection[int] = (),
-) -> list[WrittenTensor]:
+) -> tuple[list[WrittenTensor], WrittenChunks]:
     """The records of all tensors with their chunks, but for the rows ``elsewhere``; ``names`` has one for each row.
 
     Raises:
         LayoutError: two boxes of a tensor begin at the same place.
     """
-    offsets, sizes = boxes.offsets.tolist(), boxes.sizes.tolist()
-    lengths = [kind.nbytes for kind in placed.kinds]
-    starts, file = placed.item_offset.tolist(), placed.file.tolist()
+    tensor = boxes.tensor.astype(np.int64)
     # Of boxes that begin at the same place at most one may have elements; the empty ones need no record beside it.
-    chunks: list[dict[tuple[int, ...], WrittenChunk]] = [{} for _ in range(len(tensors))]
-    for row, tensor in enumerate(boxes.tensor.tolist()):
-        ndim = int(tensors.ndim[tensor])
-        start, extent = tuple(offsets[row][:ndim]), tuple(sizes[row][:ndim])
-        known = chunks[tensor].get(start)
-        if known is not None and 0 in extent:
-            continue
-        if known is not None and 0 not in known.sizes:
-            raise LayoutError(
-                f"two boxes begin at {list(start)}: sizes {list(known.sizes)} and {list(extent)}",
-                where=tensors.fqns[tensor],
-            )
-        item = WrittenItem(placed.paths[file[row]], starts[row], lengths[row])
-        chunks[tensor][start] = WrittenChunk(start, extent, item)
-    for tensor, item in placed.extra.items():
-        shape = tensors.shape_of(tensor)
-        chunks[tensor][(0,) * len(shape)] = WrittenChunk((0,) * len(shape), shape, item)
-    return [
-        WrittenTensor(name, dtype, tensors.shape_of(row), path, list(chunks[row].values()))
+    place = exact_duplicates(boxes.offsets, np.zeros_like(boxes.offsets), tensor)
+    is_full = placed.payload_nbytes > 0
+    n_full = np.bincount(place[is_full], minlength=len(boxes))
+    if n_full.max(initial=0) > 1:
+        _raise_same_start(tensors, boxes, np.flatnonzero(is_full & (place == np.argmax(n_full > 1))))
+    kept = np.flatnonzero(is_full | ((n_full[place] == 0) & (place == np.arange(len(boxes)))))
+    extra = sorted(placed.extra.items())
+    last_path = len(placed.paths)
+    width = boxes.offsets.shape[1]
+    extra_rows = np.array([row for row, _ in extra], dtype=np.int64)
+    tensor = np.concatenate([tensor[kept], extra_rows])
+    order = np.argsort(tensor, kind="stable")
+    columns = WrittenChunks(
+        (*placed.paths, *(item.path for _, item in extra)),
+        np.concatenate([boxes.offsets[kept], np.zeros((len(extra), width), dtype=np.int64)])[order],
+        np.concatenate([boxes.sizes[kept], tensors.shape[extra_rows, :width]])[order],
+        np.concatenate([placed.file[kept], last_path + np.arange(len(extra))])[order],
+        np.concatenate([placed.item_offset[kept], [item.offset for _, item in extra]]).astype(np.int64)[order],
+        np.concatenate([placed.item_nbytes[kept], [item.length for _, item in extra]]).astype(np.int64)[order],
+    )
+    n_chunks = np.bincount(tensor, minlength=len(tensors)).tolist()
+    written = [
+        WrittenTensor(name, dtype, tensors.shape_of(row), path, n_chunks[row])
         for row, ((name, path), dtype) in enumerate(zip(names, tensors.dtypes, strict=True))
         if row not in elsewhere
     ]
+    return written, columns
+
+
+def _raise_same_start(tensors: TensorTable, boxes: BoxTable, rows: IntArray) -> NoReturn:
+    tensor = int(boxes.tensor[rows[0]])
+    ndim = int(tensors.ndim[tensor])
+    start, one, other = (
+        column[row, :ndim].tolist()
+        for column, row in ((boxes.offsets, rows[0]), (boxes.sizes, rows[0]), (boxes.sizes, rows[1]))
+    )
+    raise LayoutError(f"two boxes begin at {start}: sizes {one} and {other}", where=tensors.fqns[tensor])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ckpt_tool.dtypes import DType
 from ckpt_tool.formats._dcp.metadata_pickle import (
     MetadataPickle,
+    WrittenChunks,
     WrittenItem,
     WrittenTensor,
     add_planner_data,
@@ -27,41 +28,49 @@ _VERSION = "0.0.2"
 _NEW, _BUILD, _STOP, _MARK, _SETITEMS, _NONE, _EMPTY_DICT = b")\x81", b"b", b".", b"(", b"u", b"N", b"}"
 
 
-def metadata_pickle(tensors: Sequence[WrittenTensor], blobs: Sequence[tuple[str, KeyPath, WrittenItem]]) -> bytes:
+def metadata_pickle(
+    tensors: Sequence[WrittenTensor], chunks: WrittenChunks, blobs: Sequence[tuple[str, KeyPath, WrittenItem]]
+) -> bytes:
     """The bytes of a section's ``.metadata``; every item of a tensor is its packed elements.
 
     Args:
         tensors: in the order in which the state dict is to be rebuilt.
+        chunks: of all tensors, in their order.
         blobs: key, nested keys and item of each object that is not a tensor.
     """
     pickle = MetadataPickle()
     pickle.add(pickle.name(MODULE, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
     pickle.add(pickle.text("state_dict_metadata"))
-    add_state_dict_metadata(pickle, tensors, [fqn for fqn, _, _ in blobs])
+    add_state_dict_metadata(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
     pickle.add(pickle.text("planner_data"))
     add_planner_data(pickle, [*((tensor.fqn, tensor.path) for tensor in tensors), *((n, p) for n, p, _ in blobs)])
     pickle.add(pickle.text("storage_data"))
-    add_storage_data(pickle, tensors, blobs, (MODULE, "_StorageInfo"))
+    add_storage_data(pickle, tensors, chunks, blobs, (MODULE, "_StorageInfo"))
     pickle.add(pickle.text("all_tensor_metadata"))
-    _add_shells(pickle, tensors, [fqn for fqn, _, _ in blobs])
+    _add_shells(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
     pickle.add(pickle.text("bytecheckpoint_version"), text_piece(_VERSION))
     pickle.add(pickle.text("user_defined_dict"), _EMPTY_DICT, _SETITEMS, _BUILD, _STOP)
     return pickle.finished()
 
 
-def _add_shells(pickle: MetadataPickle, tensors: Sequence[WrittenTensor], blobs: Sequence[str]) -> None:
+def _add_shells(
+    pickle: MetadataPickle, tensors: Sequence[WrittenTensor], chunks: WrittenChunks, blobs: Sequence[str]
+) -> None:
     """Pushes the dict of MetadataIndex to shells; equal boxes have equal ones."""
     shells: dict[tuple[str, tuple[int, ...]], bytes] = {}
     pickle.add(_EMPTY_DICT, _MARK)
     for fqn in blobs:
         pickle.add(index_piece(pickle, fqn, None, ()), _NONE)
+    row = 0
     for tensor in tensors:
-        for number, box in enumerate(tensor.chunks):
-            key = (tensor.dtype.name, tuple(box.sizes))
+        ndim = len(tensor.shape)
+        for number in range(tensor.n_chunks):
+            key = (tensor.dtype.name, tuple(chunks.sizes[row, :ndim].tolist()))
             shell = shells.get(key)
             if shell is None:
                 shell = shells[key] = _shell(tensor.dtype, key[1])
-            pickle.add(index_piece(pickle, tensor.fqn, number, box.offsets), shell)
+            pickle.add(index_piece(pickle, tensor.fqn, number, chunks.offsets[row, :ndim].tolist()), shell)
+            row += 1
     pickle.add(_SETITEMS)
 
 

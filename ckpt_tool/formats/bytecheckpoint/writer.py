@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
-from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenItem, WrittenTensor
+from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenChunks, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.written_items import object_item
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._torch_file.nested import nest
@@ -152,11 +152,15 @@ def _section(plan: _Plan, name: str) -> Iterator[Segment]:
     first_file = len(plan.entries)
     rows_of = _rows_by_tensor(request)
     tensors: list[WrittenTensor] = []
+    chunks: list[WrittenChunk] = []
     for tensor, key in enumerate(plan.keys):
         if key.section == name:
-            tensors.append(_tensor(plan, tensor, key, rows_of[tensor], paths, nbytes, first_file))
+            found = _tensor_chunks(plan, tensor, rows_of[tensor], paths, nbytes, first_file)
+            meta = request.tensors.record(tensor)
+            tensors.append(WrittenTensor(key.name, meta.dtype, meta.shape, key.path, len(found)))
+            chunks += found
     plan.entries += [FileEntry(f"{plan.prefix}{name}/{path}", size) for path, size in zip(paths, nbytes, strict=True)]
-    metadata = metadata_pickle(tensors, objects)
+    metadata = metadata_pickle(tensors, WrittenChunks.of(chunks), objects)
     plan.entries.append(FileEntry(f"{plan.prefix}{name}/{METADATA_NAME}", len(metadata)))
     yield Segment(f"{plan.prefix}{name}/{METADATA_NAME}", 0, metadata)
 
@@ -178,9 +182,9 @@ def _rows_by_tensor(request: WriteRequest) -> list[list[int]]:
     return rows
 
 
-def _tensor(
-    plan: _Plan, tensor: int, key: Key, rows: Sequence[int], paths: Sequence[str], nbytes: list[int], first_file: int
-) -> WrittenTensor:
+def _tensor_chunks(
+    plan: _Plan, tensor: int, rows: Sequence[int], paths: Sequence[str], nbytes: list[int], first_file: int
+) -> list[WrittenChunk]:
     """One tensor's boxes, each behind what its rank's file has so far (``nbytes``, which grows)."""
     boxes, meta = plan.request.boxes, plan.request.tensors.record(tensor)
     ndim = len(meta.shape)
@@ -203,7 +207,7 @@ def _tensor(
             raise LayoutError("no box of the tensor is to be stored", where=meta.fqn)
         start = (0,) * ndim
         chunks[start] = WrittenChunk(start, meta.shape, WrittenItem(paths[0], nbytes[0], 0))
-    return WrittenTensor(key.name, meta.dtype, meta.shape, key.path, list(chunks.values()))
+    return list(chunks.values())
 
 
 def _extra_files(plan: _Plan) -> list[WrittenFile]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ckpt_tool.formats._dcp.metadata_pickle import (
     MetadataPickle,
+    WrittenChunks,
     WrittenItem,
     WrittenTensor,
     add_planner_data,
@@ -28,14 +29,16 @@ _NEW, _BUILD, _STOP, _MARK, _SETITEMS, _NONE, _EMPTY_DICT, _EMPTY_LIST = (
 
 def metadata_pickle(
     tensors: Sequence[WrittenTensor],
+    chunks: WrittenChunks,
     blobs: Sequence[tuple[str, KeyPath, WrittenItem]],
     *,
     save_id: str,
-) -> bytes:
-    """The bytes of ``.metadata``.
+) -> MetadataPickle:
+    """The content of ``.metadata``.
 
     Args:
         tensors: in the order in which the state dict is to be rebuilt.
+        chunks: of all tensors, in their order.
         blobs: fqn, nested keys and item of each object that is not a tensor.
         save_id: identifies the save; torch only logs it.
     """
@@ -43,16 +46,16 @@ def metadata_pickle(
     # The root's class comes first, so that the first bytes of the file tell what it is.
     pickle.add(pickle.name(_METADATA, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
     pickle.add(pickle.text("state_dict_metadata"))
-    add_state_dict_metadata(pickle, tensors, [fqn for fqn, _, _ in blobs])
+    add_state_dict_metadata(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
     pickle.add(pickle.text("planner_data"))
     paths = [(tensor.fqn, tensor.path) for tensor in tensors] + [(fqn, path) for fqn, path, _ in blobs]
     add_planner_data(pickle, paths)
     pickle.add(pickle.text("storage_data"))
-    add_storage_data(pickle, tensors, blobs, _STORAGE_INFO)
+    add_storage_data(pickle, tensors, chunks, blobs, _STORAGE_INFO)
     pickle.add(pickle.text("storage_meta"))
     pickle.add(pickle.name(_METADATA, "StorageMeta"), _NEW, _EMPTY_DICT, _MARK)
     for name, value in (("checkpoint_id", _NONE), ("save_id", text_piece(save_id)), ("load_id", _NONE)):
         pickle.add(pickle.text(name), value)
     pickle.add(pickle.text("modules"), _EMPTY_LIST, _SETITEMS, _BUILD)
     pickle.add(pickle.text("version"), text_piece(_VERSION), _SETITEMS, _BUILD, _STOP)
-    return pickle.finished()
+    return pickle

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterator
+from itertools import chain
 
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
-from ckpt_tool.formats._dcp.metadata_pickle import WrittenItem
+from ckpt_tool.formats._dcp.metadata_pickle import MetadataPickle, WrittenItem
 from ckpt_tool.formats._dcp.placed_items import (
     GrowingFiles,
     PlacedItems,
@@ -17,7 +18,7 @@ from ckpt_tool.formats._dcp.placed_items import (
     written_tensors,
 )
 from ckpt_tool.formats._dcp.written_items import foreign_names, object_item
-from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats.base import LaterSegments, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable
@@ -46,10 +47,10 @@ class DcpWriter:
         blobs = _place_blobs(request, files)
         placed = place_boxes(request.tensors, request.boxes, files, _path)
         metadata = _metadata(request, placed, blobs, files)
-        files.segments.append(Segment(METADATA_NAME, 0, metadata))
         entries = [FileEntry(path, files.nbytes[path]) for path in placed.paths]
-        entries += [FileEntry(path, nbytes) for path, nbytes in files.nbytes.items() if path not in placed.paths]
-        entries.append(FileEntry(METADATA_NAME, len(metadata)))
+        of_ranks = set(placed.paths)
+        entries += [FileEntry(path, nbytes) for path, nbytes in files.nbytes.items() if path not in of_ranks]
+        entries.append(FileEntry(METADATA_NAME, metadata.nbytes))
         boxes = request.boxes
         chunks = ChunkTable.from_columns(
             tensor=boxes.tensor,
@@ -72,7 +73,9 @@ class DcpWriter:
         )
         return LayOut(
             manifest,
-            tuple(files.segments),
+            LaterSegments(
+                lambda: chain(files.segments, placed.segments(), [Segment(METADATA_NAME, 0, metadata.finished())])
+            ),
             METADATA_NAME,
             needs_crc32=True,
             seal=lambda crc32s: sealed(placed, crc32s),
@@ -97,13 +100,13 @@ def _place_blobs(request: WriteRequest, files: GrowingFiles) -> list[tuple[Blob,
 
 def _metadata(
     request: WriteRequest, placed: PlacedItems, blobs: list[tuple[Blob, WrittenItem]], files: GrowingFiles
-) -> bytes:
+) -> MetadataPickle:
     tensors = request.tensors
     paths: list[KeyPath] = [(fqn,) for fqn in tensors.fqns] if tensors.paths is None else list(tensors.paths)
-    written = written_tensors(tensors, request.boxes, placed, list(zip(tensors.fqns, paths, strict=True)))
+    written, chunks = written_tensors(tensors, request.boxes, placed, list(zip(tensors.fqns, paths, strict=True)))
     objects = [(blob.fqn, blob.path, item) for blob, item in blobs]
     digest = hashlib.blake2b(repr((tensors.fqns, sorted(files.nbytes.items()))).encode(), digest_size=16)
-    return metadata_pickle(written, objects, save_id=str(uuid.UUID(bytes=digest.digest(), version=4)))
+    return metadata_pickle(written, chunks, objects, save_id=str(uuid.UUID(bytes=digest.digest(), version=4)))
 
 
 def _notes(request: WriteRequest) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -176,8 +177,8 @@ def _laid_out(
     placed = place_boxes(tensors, own, growing, files.path, files.places)
     slot = "param" if is_distributed(request.info) else "fp32_param"
     names = [(_stored_key(fqn, path, slot), path) for fqn, path in zip(tensors.fqns, paths, strict=True)]
-    written = written_tensors(tensors, own, placed, names, files.places)
-    known = {METADATA_NAME: metadata_pickle(written, files.objects), CONFIG_NAME: json.dumps(_CONFIG).encode()}
+    written, chunks = written_tensors(tensors, own, placed, names, files.places)
+    known = {METADATA_NAME: metadata_pickle(written, chunks, files.objects), CONFIG_NAME: json.dumps(_CONFIG).encode()}
     for file_name, data in known.items():
         growing.append(file_name, data)
     manifest = Manifest(
@@ -204,7 +205,7 @@ def _laid_out(
 
     return LayOut(
         manifest,
-        tuple(_below(files.folder, growing.segments)),
+        tuple(_below(files.folder, chain(growing.segments, placed.segments()))),
         None,
         needs_crc32=True,
         seal=lambda crc32s: _below(files.folder, ends(crc32s)),

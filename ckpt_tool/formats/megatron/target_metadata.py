@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ckpt_tool.formats._dcp.metadata_pickle import (
     MetadataPickle,
+    WrittenChunks,
     WrittenItem,
     WrittenTensor,
     add_state_dict_metadata,
@@ -26,16 +27,18 @@ _VERSION = "1.0.0"
 _NEW, _BUILD, _STOP, _MARK, _SETITEMS, _NONE, _EMPTY_DICT = b")\x81", b"b", b".", b"(", b"u", b"N", b"}"
 
 
-def metadata_pickle(tensors: Sequence[WrittenTensor], objects: Sequence[tuple[str, WrittenItem]]) -> bytes:
+def metadata_pickle(
+    tensors: Sequence[WrittenTensor], chunks: WrittenChunks, objects: Sequence[tuple[str, WrittenItem]]
+) -> bytes:
     """The bytes of ``.metadata``."""
     pickle = MetadataPickle()
     # The root's class comes first, so that the first bytes of the file tell what it is.
     pickle.add(pickle.name(_METADATA, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
     pickle.add(pickle.text("state_dict_metadata"))
-    add_state_dict_metadata(pickle, tensors, [key for key, _ in objects])
+    add_state_dict_metadata(pickle, tensors, chunks, [key for key, _ in objects])
     pickle.add(pickle.text("planner_data"), _NONE)
     pickle.add(pickle.text("storage_data"))
-    add_storage_data(pickle, tensors, [(key, (key,), item) for key, item in objects], _STORAGE_INFO)
+    add_storage_data(pickle, tensors, chunks, [(key, (key,), item) for key, item in objects], _STORAGE_INFO)
     pickle.add(pickle.text("storage_meta"), _NONE)
     pickle.add(pickle.text("version"), text_piece(_VERSION), _SETITEMS, _BUILD, _STOP)
     return pickle.finished()
