@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.geometry.alike import Side, alike_keys
 from ckpt_tool.geometry.columns import Int64Array
 
 __all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
+
+_MIN_KEYS = 8
+"""From this many keys on it is looked whether some are alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +76,54 @@ def join_boxes(left: Boxes, right: Boxes) -> Pairs:
     left_key, right_key, n_keys = _common_keys(left.key[live_left], right.key[live_right])
     known = np.flatnonzero(right_key >= 0)
     live_right, right_key = live_right[known], right_key[known]
+    table = Boxes(left_key, left.offsets[live_left], left.sizes[live_left])
+    other = Boxes(right_key, right.offsets[live_right], right.sizes[live_right])
+    pairs = _join_alike(table, other, n_keys) if n_keys >= _MIN_KEYS else _join(table, other, n_keys)
+    found_left, found_right = live_left[pairs.left], live_right[pairs.right]
+    line = found_right * len(left) + found_left
+    if (line[1:] > line[:-1]).all():
+        return Pairs(found_left, found_right, pairs.offsets, pairs.sizes)
+    return Pairs(found_left, found_right, pairs.offsets, pairs.sizes).take(np.argsort(line, kind="stable"))
 
-    lo, right_lo = left.offsets[live_left], right.offsets[live_right]
-    hi, right_hi = lo + left.sizes[live_left], right_lo + right.sizes[live_right]
+
+def _join_alike(left: Boxes, right: Boxes, n_keys: int) -> Pairs:
+    """As `_join`, where keys that look alike are joined once; by key, in the order of the keys' first right rows."""
+    own, other = (Side.of(side.key, n_keys, side.offsets, side.sizes) for side in (left, right))
+    alike = alike_keys(own, other)
+    firsts = alike.firsts
+    if len(firsts) > n_keys // 2:
+        return _join(left, right, n_keys)
+    (left_key, left_place), (right_key, right_place) = own.places(firsts), other.places(firsts)
+    left_row, right_row = own.order[left_place], other.order[right_place]
+    once = _join(
+        Boxes(left_key, left.offsets[left_row], left.sizes[left_row]),
+        Boxes(right_key, right.offsets[right_row], right.sizes[right_row]),
+        len(firsts),
+    )
+    # The right rows of the join above are by key, and so are its pairs.
+    starts = np.searchsorted(right_key[once.right], np.arange(len(firsts) + 1))
+    slot_of_key = np.empty(n_keys, dtype=np.int64)
+    slot_of_key[firsts] = np.arange(len(firsts))
+    keys = np.flatnonzero(other.counts > 0)
+    keys = keys[np.argsort(other.order[other.starts[keys]], kind="stable")]
+    slot = slot_of_key[alike.like[keys]]
+    counts = np.diff(starts)[slot]
+    pair = np.arange(counts.sum()) + np.repeat(starts[slot] - np.cumsum(counts) + counts, counts)
+    left_shift = np.repeat(own.starts[keys] - own.starts[alike.like[keys]], counts)
+    right_shift = np.repeat(other.starts[keys] - other.starts[alike.like[keys]], counts)
+    return Pairs(
+        own.order[left_place[once.left[pair]] + left_shift],
+        other.order[right_place[once.right[pair]] + right_shift],
+        once.offsets[pair],
+        once.sizes[pair],
+    )
+
+
+def _join(left: Boxes, right: Boxes, n_keys: int) -> Pairs:
+    """Overlaps of tables with keys from 0 to ``n_keys``, by right row; no box is empty."""
+    left_key, right_key = left.key, right.key
+    lo, right_lo = left.offsets, right.offsets
+    hi, right_hi = lo + left.sizes, right_lo + right.sizes
     # One number line for all keys: key * span + position.
     span = int(max(hi.max(initial=0), right_hi.max(initial=0))) + 1
     sweep_dim = _most_divided_dim(left_key, lo, n_keys, span)
@@ -92,21 +141,14 @@ def join_boxes(left: Boxes, right: Boxes) -> Pairs:
     count = np.maximum(last - first, 0)
     place = np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
     meets = np.flatnonzero(line_stop[place] > np.repeat(right_line, count))
-    pair_left, pair_right = order[place[meets]], np.repeat(np.arange(len(live_right)), count)[meets]
-
+    pair_left, pair_right = order[place[meets]], np.repeat(np.arange(len(right)), count)[meets]
     offsets = np.maximum(lo[pair_left], right_lo[pair_right])
     sizes = np.minimum(hi[pair_left], right_hi[pair_right]) - offsets
-    common = sizes[:, 0] > 0
-    for dim in range(1, width):
+    common = left_key[pair_left] == right_key[pair_right]
+    for dim in range(lo.shape[1]):
         common &= sizes[:, dim] > 0
-    found_left, found_right = live_left[pair_left], live_right[pair_right]
-    rows = np.flatnonzero(common)
-    line = (found_right * len(left) + found_left)[rows]
-    if not (line[1:] > line[:-1]).all():  # already by right row; by left row only where that is the order of starts
-        rows = rows[np.argsort(line, kind="stable")]
-    elif len(rows) == len(common):
-        return Pairs(found_left, found_right, offsets, sizes)
-    return Pairs(found_left[rows], found_right[rows], offsets[rows], sizes[rows])
+    pairs = Pairs(pair_left, pair_right, offsets, sizes)
+    return pairs if common.all() else pairs.take(np.flatnonzero(common))
 
 
 def _common_keys(left: Int64Array, right: Int64Array) -> tuple[Int64Array, Int64Array, int]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 
-__all__ = ["exact_duplicates", "overlapping_pairs"]
+__all__ = ["exact_duplicates", "overlapping_pairs", "row_digest"]
 
 _PAIRS_PER_BLOCK = 1 << 21  # candidate pairs compared at once: about 100 MB of temporaries
 
@@ -27,7 +27,7 @@ def exact_duplicates(offsets: Int64Array, sizes: Int64Array, group: Int64Array |
     n = len(sizes)
     if not columns:
         return np.zeros(n, dtype=np.int64)
-    digest = _row_digest(columns)
+    digest = row_digest(columns)
     order = np.argsort(digest, kind="stable")  # equal boxes keep their order
     first = np.empty(n, dtype=np.int64)
     first[order] = _run_heads([digest[order]], order)
@@ -36,7 +36,7 @@ def exact_duplicates(offsets: Int64Array, sizes: Int64Array, group: Int64Array |
     return first
 
 
-def _row_digest(columns: Sequence[Int64Array]) -> npt.NDArray[np.uint64]:
+def row_digest(columns: Sequence[Int64Array]) -> npt.NDArray[np.uint64]:
     """A number for each row that equal rows share, and others hardly ever."""
     digest = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
@@ -88,7 +88,7 @@ def overlapping_pairs(
 def _numbered(group: Int64Array) -> Int64Array:
     """Groups as numbers from 0, below the number of rows and in no order."""
     low, high = int(group.min(initial=0)), int(group.max(initial=0))
-    if 0 <= low and high <= len(group):
+    if low >= 0 and high <= len(group):
         return group.astype(np.int64)
     return np.unique(group, return_inverse=True)[1].reshape(-1).astype(np.int64)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
+from ckpt_tool.geometry.alike import Side, alike_keys
 from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["choose_replicas", "split_evenly"]
@@ -30,22 +33,44 @@ def choose_replicas(group: IntArray, rank: IntArray, nbytes: IntArray, world_siz
     """
     if not len(group):
         return np.zeros(0, dtype=np.int64)
-    order = np.argsort(group, kind="stable")
-    starts = np.flatnonzero(np.r_[True, group[order][1:] != group[order][:-1]])
-    counts = np.diff(np.r_[starts, len(order)])
+    number = np.unique(group, return_inverse=True)[1].reshape(-1)
+    side = Side.of(number, int(number.max()) + 1, rank[:, None], rank[:, None])
+    first = side.order[side.starts[:-1]]
     load = np.zeros(world_size, dtype=np.int64)
-    single = order[starts[counts == 1]]
+    single = first[side.counts == 1]
     np.add.at(load, rank[single], nbytes[single])
-    kept = [single]
-    shared = np.flatnonzero(counts > 1)
-    shared = shared[np.argsort(-nbytes[order[starts[shared]]], kind="stable")]
-    for slot in shared.tolist():
-        rows = order[starts[slot] : starts[slot] + counts[slot]]
-        ranks = rank[rows]
-        best = np.lexsort((ranks, load[ranks]))[0]
-        load[ranks[best]] += nbytes[rows[best]]
-        kept.append(rows[best : best + 1])
-    return np.sort(np.concatenate(kept))
+    shared = np.flatnonzero(side.counts > 1)
+    shared = shared[np.argsort(-nbytes[first[shared]], kind="stable")]
+    taken = _worst_fit(shared, side, rank, nbytes, load.tolist())
+    return np.sort(np.concatenate([single, taken]))
+
+
+def _worst_fit(groups: IntArray, side: Side, rank: IntArray, nbytes: IntArray, load: list[int]) -> IntArray:
+    """One row for each of ``groups``, in that order; ``load`` grows.
+
+    Groups on the same ranks share a heap of these. Loads only grow, so that what a heap says is too low at most: its
+    least entry is put right until it is true.
+    """
+    if not len(groups):
+        return np.zeros(0, dtype=np.int64)
+    same_ranks = alike_keys(side, side).like[groups].tolist()
+    starts = side.starts[groups].tolist()
+    heaps: dict[int, list[tuple[int, int, int]]] = {}
+    taken: list[int] = []
+    for start, like, size in zip(starts, same_ranks, nbytes[side.order[side.starts[groups]]].tolist(), strict=True):
+        heap = heaps.get(like)
+        if heap is None:
+            ranks = rank[side.order[side.starts[like] : side.starts[like + 1]]].tolist()
+            heap = heaps[like] = [(load[number], number, place) for place, number in enumerate(ranks)]
+            heapq.heapify(heap)
+        while heap[0][0] != load[heap[0][1]]:
+            _, number, place = heap[0]
+            heapq.heapreplace(heap, (load[number], number, place))
+        _, number, place = heap[0]
+        load[number] += size
+        heapq.heapreplace(heap, (load[number], number, place))
+        taken.append(start + place)
+    return side.order[np.array(taken, dtype=np.int64)]
 
 
 def split_evenly(nbytes: IntArray, parts: int) -> IntArray:

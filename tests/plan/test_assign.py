@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.assign import choose_replicas, split_evenly
 
 
@@ -29,6 +31,30 @@ def test_worst_fit_keeps_one_replica_and_is_balanced(sizes: list[int], n_ranks: 
     assert sorted(group[kept].tolist()) == list(range(len(sizes)))
     load = np.bincount(rank[kept], weights=nbytes[kept], minlength=n_ranks)
     assert load.max() <= sum(sizes) / n_ranks + max(sizes)
+
+
+def in_turn(group: IntArray, rank: IntArray, nbytes: IntArray, world_size: int) -> list[int]:
+    """Worst fit as it is said: group by group, every rank looked at."""
+    rows_of = {number: np.flatnonzero(group == number) for number in np.unique(group)}
+    load = np.zeros(world_size, dtype=np.int64)
+    kept = [int(rows[0]) for rows in rows_of.values() if len(rows) == 1]
+    for row in kept:
+        load[rank[row]] += nbytes[row]
+    shared = [rows for rows in rows_of.values() if len(rows) > 1]
+    for rows in sorted(shared, key=lambda rows: -nbytes[rows[0]]):
+        best = min(rows.tolist(), key=lambda row: (load[rank[row]], rank[row]))
+        load[rank[best]] += nbytes[best]
+        kept.append(best)
+    return sorted(kept)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.sets(st.integers(0, 5), min_size=1)), max_size=25), st.randoms())
+def test_heaps_choose_as_looking_at_every_rank_does(boxes: list[tuple[int, set[int]]], random: Random) -> None:
+    """Whatever ranks hold a box, and in whatever order the rows come, the choice is that of the plain rule."""
+    rows = [(number, rank, size) for number, (size, ranks) in enumerate(boxes) for rank in ranks]
+    random.shuffle(rows)
+    group, rank, nbytes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    assert choose_replicas(group, rank, nbytes, 6).tolist() == in_turn(group, rank, nbytes, 6)
 
 
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 8))
