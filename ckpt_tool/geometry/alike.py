@@ -50,7 +50,8 @@ class Side:
         within = np.arange(len(self.order)) - np.repeat(self.starts[:-1], self.counts)
         weight = (2 * within + 1).astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
         total = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(row_digest(self.columns)[self.order] * weight)])
-        return total[self.starts[1:]] - total[self.starts[:-1]]
+        digests: npt.NDArray[np.uint64] = total[self.starts[1:]] - total[self.starts[:-1]]
+        return digests
 
     def differs(self, like: Int64Array) -> npt.NDArray[np.bool_]:
         """bool[n_keys]: whether a key's rows are not those of the key ``like[key]``, which has as many."""

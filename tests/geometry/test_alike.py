@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.geometry import join
 from ckpt_tool.geometry.alike import Side, alike_keys
-from ckpt_tool.geometry.join import Boxes, join_boxes
+from ckpt_tool.geometry.join import Boxes, Pairs, join_boxes
 
 Look = list[tuple[int, int, int, int]]
 INTERVAL = st.tuples(st.integers(0, 6), st.integers(0, 4))
@@ -67,7 +67,12 @@ def test_layers_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand layers that are cut alike cost the join of one."""
     joined: list[int] = []
     once = join._join
-    monkeypatch.setattr(join, "_join", lambda a, b, n: joined.append(len(a) + len(b)) or once(a, b, n))
+
+    def counted(left: Boxes, right: Boxes, n_keys: int) -> Pairs:
+        joined.append(len(left) + len(right))
+        return once(left, right, n_keys)
+
+    monkeypatch.setattr(join, "_join", counted)
     rows, columns = [(i, 0, 1, 8) for i in range(8)], [(0, i, 8, 1) for i in range(8)]
     pairs = join_boxes(table([rows], [0] * 1000), table([columns], [0] * 1000))
     assert (len(pairs), joined) == (64_000, [16])

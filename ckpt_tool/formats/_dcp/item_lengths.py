@@ -8,6 +8,7 @@ payload modulo the alignment) have equal surroundings, and one item of each clas
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.formats._dcp.written_items import ItemKinds
 from ckpt_tool.formats.base import BoxTable
@@ -60,7 +61,7 @@ def _classes(key: IntArray) -> tuple[IntArray, IntArray]:
     return first, label
 
 
-def _numbers_nbytes(sizes: IntArray, ndim: IntArray, numel: IntArray, payload: IntArray) -> IntArray:
+def _numbers_nbytes(sizes: IntArray, ndim: npt.NDArray[np.int8], numel: IntArray, payload: IntArray) -> IntArray:
     """int64[n]: bytes that the numbers of each item's pickle take: sizes, strides, and the storage's length."""
     is_dim = np.arange(sizes.shape[1]) < ndim[:, None]
     each = np.where(is_dim, _number_nbytes(sizes) + _number_nbytes(contiguous_strides_columns(sizes)), 0)

@@ -120,7 +120,7 @@ class MetadataPickle:
     def finished(self) -> bytes:
         """The whole pickle."""
         return b"".join(
-            piece if isinstance(piece, bytes) else memoryview(piece[0].table[piece[1] : piece[2]]).cast("B")
+            piece if isinstance(piece, bytes) else piece[0].table[piece[1] : piece[2]].reshape(-1).data
             for piece in self._pieces
         )
 
