@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
+from ckpt_tool.api.digest import digest_table
+from ckpt_tool.api.manifest_file import manifest_beside, write_manifest
 from ckpt_tool.dtypes import DType
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import BoxTable, LayOut, Writer, WriteRequest, WriterOptions
 from ckpt_tool.layout.mesh import Mesh
+from ckpt_tool.layout.origins import Origins
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
 from ckpt_tool.plan.build import make_plan
@@ -33,6 +36,8 @@ __all__ = [
     "build_conversion",
     "cast_model",
     "default_workers",
+    "manifest_url_for",
+    "whole_boxes",
 ]
 
 _KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist"})
@@ -56,6 +61,8 @@ class Execution:
     overwrite: bool
     resume: bool
     durable: bool
+    manifest_url: str | None = None
+    """Where the digests go that are taken on the way; None takes none."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,13 @@ class ConversionResult:
     report: RunReport
     dropped: tuple[Dropped, ...]
     notes: tuple[str, ...]
+    manifest_url: str | None = None
+    """The manifest of digests that was written too."""
 
     def to_json(self) -> dict[str, Any]:
         """Schema 1: the fields of this record, ``report`` with seconds, bytes and casts."""
-        row = asdict(self)
+        row = asdict(replace(self, report=replace(self.report, digests=None)))
+        del row["report"]["digests"]
         return {"schema": 1, **row}
 
 
@@ -90,6 +100,8 @@ class Conversion:
     notes: tuple[str, ...]
     execution: Execution
     is_single_file: bool
+    origins: Origins | None = None
+    """What the tensors were made of, where they are views."""
 
     @property
     def casts(self) -> tuple[Cast, ...]:
@@ -138,9 +150,12 @@ class Conversion:
             durable=execution.durable,
             single_file=self.is_single_file,
         )
-        options = EngineOptions(execution.memory_budget_bytes, execution.n_workers, execution.durable)
+        manifest_url = execution.manifest_url
+        options = EngineOptions(
+            execution.memory_budget_bytes, execution.n_workers, execution.durable, digests=manifest_url is not None
+        )
         report = None
-        for event in run_plan(self.plan, self.layout, self.checkpoint.store, target, options):
+        for event in run_plan(self.plan, self.layout, self.checkpoint.store, target, options, self.origins):
             if isinstance(event, RunReport):
                 report = event
             elif progress is not None:
@@ -148,6 +163,12 @@ class Conversion:
         if report is None:
             raise StorageError("the run ended without a report", where=self.target_url)
         files = self.layout.manifest.files
+        notes = self.notes
+        if manifest_url is not None and report.digests is not None:
+            table = digest_table(self.layout.manifest, report.digests)
+            write_manifest(table, manifest_url)
+            n_bare = len(self.layout.manifest.tensors) - len(table.rows)
+            notes += (f"{n_bare:,} tensors have no digest: they are stored in parts that overlap",) if n_bare else ()
         return ConversionResult(
             target_url=self.target_url,
             format=self.layout.manifest.format,
@@ -156,7 +177,8 @@ class Conversion:
             nbytes=int(files.nbytes.sum()),
             report=report,
             dropped=self.dropped,
-            notes=self.notes,
+            notes=notes,
+            manifest_url=manifest_url,
         )
 
 
@@ -174,6 +196,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
     notes: Sequence[str],
     options: WriterOptions,
     execution: Execution,
+    origins: Origins | None = None,
 ) -> Conversion:
     """Lay the target out and plan it.
 
@@ -190,6 +213,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         notes: what a person should know.
         options: choices of the writer.
         execution: how it will be run.
+        origins: what ``tensors`` were made of, where they are views.
     """
     url = os.fspath(target_url)
     single = url.endswith(_FILE_SUFFIXES) and not writer.per_rank and options.max_shard_nbytes is None
@@ -217,7 +241,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
     plan = make_plan(source, layout.manifest.replace(root=url), limits=limits)
     return Conversion(
         checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),
-        execution, single,
+        execution, single, origins,
     )  # fmt: skip
 
 
@@ -254,6 +278,13 @@ def whole_boxes(tensors: TensorTable) -> BoxTable:
 def default_workers() -> int:
     """Threads that are worth having on this machine."""
     return max(1, min(os.cpu_count() or 1, 8))
+
+
+def manifest_url_for(target_url: str | os.PathLike[str], wanted: str | os.PathLike[str] | None) -> str | None:
+    """Where a conversion's manifest goes: ``beside`` the target, nowhere (None), or to the path or URL given."""
+    if wanted is None:
+        return None
+    return manifest_beside(target_url) if wanted == "beside" else os.fspath(wanted)
 
 
 def _buffer_bytes(plan: Plan, n_workers: int) -> int:

@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.api.diff_digests import DigestSide, diff_digests
+from ckpt_tool.api.diff_rows import DiffRows, select_rows
+from ckpt_tool.api.manifest_file import is_manifest_file, read_manifest
 from ckpt_tool.api.neighbours import NeighbourFinder
-from ckpt_tool.api.pairing import Pairing, is_noise, name_map, pair_tensors
+from ckpt_tool.api.pairing import Pairing, name_map, pair_tensors
 from ckpt_tool.api.template import is_template, open_template
 from ckpt_tool.api.workers import available_cores
 from ckpt_tool.compare.confirm import Confirmer, Place
@@ -24,10 +27,8 @@ from ckpt_tool.compare.tiles import ComparedPair, Pair, compare_tiles, cut_pairs
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.elements import bit_dtype
 from ckpt_tool.engine.tile_reader import TileReader
-from ckpt_tool.errors import CoverageError, NotFound
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.select import select
 from ckpt_tool.plan.build import PlanLimits, plan_reads
 
 __all__ = ["DiffReport", "diff"]
@@ -61,7 +62,8 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
 
     Args:
         a: a path, a URL, an open checkpoint, which stays open, or a file that ``ckpt inspect --json`` wrote: names,
-            shapes and types of what a model expects, which is all that is then compared.
+            shapes and types of what a model expects, which is all that is then compared. Or a manifest of digests:
+            what is compared are digests then, those of two manifests without a look at either checkpoint.
         b: what is held against it.
         include: globs or ``re:`` patterns of names as either side has them; all when empty.
         exclude: globs or ``re:`` patterns.
@@ -84,14 +86,24 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     """
     started = time.perf_counter()
     with ExitStack() as stack:
+        tables = [not isinstance(each, Checkpoint) and is_manifest_file(each) for each in (a, b)]
+        if any(tables):
+            sides = [
+                _digest_side(each, stack, memory_budget_bytes, n_workers, is_table=is_table)
+                for each, is_table in zip((a, b), tables, strict=True)
+            ]
+            return diff_digests(
+                sides[0], sides[1], include=include, exclude=exclude, section=section, everything=everything,
+                mapped=name_map(map_names, strip_prefixes), is_auto=names == "auto", is_quick=quick, started=started,
+            )  # fmt: skip
         one, other = (
             each if isinstance(each, Checkpoint) else stack.enter_context(_opened(each, memory_budget_bytes))
             for each in (a, b)
         )
         templates = [name for name, side in (("A", one), ("B", other)) if is_template(side)]
         quick = quick or bool(templates)
-        rows = [_Rows(side, everything=everything) for side in (one, other)]
-        _select(rows, include=include, exclude=exclude, section=section)
+        rows = [DiffRows(side.manifest, side.url, everything=everything) for side in (one, other)]
+        select_rows(rows, include=include, exclude=exclude, section=section)
         pairing = pair_tensors(
             one.manifest,
             other.manifest,
@@ -119,62 +131,23 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
         )
 
 
+def _digest_side(
+    given: str | os.PathLike[str] | Checkpoint,
+    stack: ExitStack,
+    budget_bytes: int,
+    n_workers: int | None,
+    *,
+    is_table: bool,
+) -> DigestSide:
+    """A side of a comparison of digests: a manifest of them, or a checkpoint of which they are taken."""
+    if is_table and not isinstance(given, Checkpoint):
+        return DigestSide(os.fspath(given), table=read_manifest(given))
+    opened = given if isinstance(given, Checkpoint) else stack.enter_context(_opened(given, budget_bytes))
+    return DigestSide(opened.url, checkpoint=opened, memory_budget_bytes=budget_bytes, n_workers=n_workers)
+
+
 def _opened(url: str | os.PathLike[str], memory_budget_bytes: int) -> Checkpoint:
     return open_template(url) or open_checkpoint(url, memory_budget_bytes=memory_budget_bytes)
-
-
-class _Rows:
-    """The tensors of one side that take part."""
-
-    def __init__(self, checkpoint: Checkpoint, *, everything: bool) -> None:
-        missing = checkpoint.manifest.info.get("missing_files") or ()
-        if missing:
-            raise CoverageError(
-                f"{len(missing):,} files are missing, and which tensors they held is not known: {missing[0]}",
-                where=checkpoint.url,
-                hint=f'fetch them; "ckpt verify {checkpoint.url}" lists all',
-            )
-        self.manifest = checkpoint.manifest
-        fqns = self.manifest.tensors.fqns
-        kept = [row for row, fqn in enumerate(fqns) if everything or not is_noise(fqn)]
-        self.n_noise = len(fqns) - len(kept)
-        self.taken: list[int] = kept
-        self.n_unselected = 0
-
-    def keep(self, rows: set[int]) -> None:
-        """Take only those of ``rows``."""
-        kept = [row for row in self.taken if row in rows]
-        self.n_unselected = len(self.taken) - len(kept)
-        self.taken = kept
-
-
-def _select(sides: Sequence[_Rows], *, include: Sequence[str], exclude: Sequence[str], section: str | None) -> None:
-    """Narrow both sides to what was asked for; a pattern must fit something on one of them."""
-    if not (include or exclude or section):
-        return
-    for side in sides:
-        others = [each.manifest for each in sides if each is not side]
-        fitting = [
-            _fitting(kind, pattern, side.manifest, others)
-            for kind, patterns in (("include", include), ("exclude", exclude))
-            for pattern in patterns
-        ]
-        rows = set(range(len(side.manifest.tensors))) if not include else set[int]()
-        rows = rows.union(*fitting[: len(include)]).difference(*fitting[len(include) :])
-        if section is not None:
-            rows &= _fitting("section", section, side.manifest, others)
-        side.keep(rows)
-
-
-def _fitting(kind: str, pattern: str, manifest: Manifest, others: Sequence[Manifest]) -> set[int]:
-    """Rows that fit; none where another side has what fits."""
-    asked: dict[str, Any] = {"include": (pattern,)} if kind != "section" else {"sections": (pattern,)}
-    try:
-        return set(select(manifest, **asked).tolist())
-    except NotFound:
-        for other in others:
-            select(other, **asked)  # raises when nothing fits there either
-        return set()
 
 
 class _Boxes:

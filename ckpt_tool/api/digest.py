@@ -5,25 +5,24 @@ They guard against accidents; they are no signature.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint, plan_limits
 from ckpt_tool.api.workers import reading_workers
-from ckpt_tool.engine.base import Progress
+from ckpt_tool.engine.base import Progress, TakenDigests
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
-from ckpt_tool.errors import CkptError, NotFound, StorageError
-from ckpt_tool.manifest.digest_table import DigestRow, DigestTable, FileDigest, parse_table
+from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.manifest.digest_table import DigestRow, DigestTable, FileDigest
+from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.summing import SummingStore, file_sha256
 
-__all__ = ["DigestTable", "FileSum", "Taken", "digests", "read_manifest", "take_digests", "write_manifest"]
+__all__ = ["DigestTable", "FileSum", "Taken", "digest_table", "digests", "take_digests"]
 
 FileSum = str
 """Which sum of whole files is taken: ``none``, ``crc32`` (on the way) or ``sha256`` (reads each file once more)."""
@@ -89,6 +88,16 @@ def digests(  # noqa: PLR0913 - one argument per option
     return taken.table
 
 
+def digest_table(manifest: Manifest, taken: TakenDigests) -> DigestTable:
+    """The digests that a conversion took on its way, as a table of the target that ``manifest`` describes."""
+    tensors = manifest.tensors
+    rows = tuple(
+        DigestRow(tensors.fqns[row], SECTIONS[tensors.section[row]], digest) for row, digest in taken.tensors.items()
+    )
+    originals = tuple(DigestRow(meta.fqn, meta.section, digest) for meta, digest in taken.originals)
+    return DigestTable(manifest.format, rows, originals=originals)
+
+
 def take_digests(
     checkpoint: Checkpoint,
     rows: Sequence[int],
@@ -117,48 +126,6 @@ def take_digests(
     table = DigestTable(manifest.format, _rows(checkpoint, found), _files(checkpoint, summing, files, n_threads))
     why = {manifest.tensors.fqns[row]: error for row, error in {**unread, **found.unread}.items()}
     return Taken(table, why, found.read_nbytes)
-
-
-def write_manifest(table: DigestTable, path: str | os.PathLike[str]) -> None:
-    """Write the table as a JSON file, a line for each tensor and file; ``DigestTable.to_json`` documents it.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    document = table.to_json()
-    lines = ["{"]
-    for key, value in document.items():
-        if isinstance(value, list):
-            rows = [f"  {json.dumps(each)}" for each in value]
-            lines += [f"{json.dumps(key)}: [", ",\n".join(rows), "],"] if rows else [f"{json.dumps(key)}: [],"]
-        else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)},")
-    lines[-1] = lines[-1].removesuffix(",")
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.partial")
-    try:
-        partial.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", where=os.fspath(path)) from error
-
-
-def read_manifest(path: str | os.PathLike[str]) -> DigestTable:
-    """The table that ``write_manifest`` wrote.
-
-    Raises:
-        NotFound: no such file.
-        FormatError: it is something else.
-        IntegrityError: it was changed after it was written.
-    """
-    try:
-        text = Path(path).read_bytes()
-    except FileNotFoundError as error:
-        hint = f'write it with "ckpt verify SRC --write-manifest {os.fspath(path)}"'
-        raise NotFound("no such file", where=os.fspath(path), hint=hint) from error
-    except OSError as error:
-        raise StorageError(f"cannot be read: {error.strerror}", where=os.fspath(path)) from error
-    return parse_table(text, where=os.fspath(path))
 
 
 def _resolved(checkpoint: Checkpoint, rows: list[int]) -> dict[int, CkptError]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.digest import FileSum, Taken, take_digests
 from ckpt_tool.api.pairing import Pairing, name_map, pair_tensors
 from ckpt_tool.checksum import crc32, crc32_combine
-from ckpt_tool.dtypes import opaque
+from ckpt_tool.dtypes import DTYPES, opaque
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.digest import ContentDigest, crc32_of_zeros
@@ -20,7 +20,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
-__all__ = ["DigestCheck", "check_digests"]
+__all__ = ["DigestCheck", "as_manifest", "check_digests"]
 
 _SLAB_BYTES = 4 << 20
 
@@ -61,8 +61,9 @@ def check_digests(
         n_workers: threads.
         progress: called with the bytes read so far.
     """
-    expected = _as_manifest(recorded)
     tensors = checkpoint.manifest.tensors
+    recorded = replace(recorded, rows=recorded.known_as(tensors.index))
+    expected = as_manifest(recorded)
     pairing = pair_tensors(
         expected,
         checkpoint.manifest,
@@ -91,10 +92,16 @@ def check_digests(
     return DigestCheck(tuple(findings), taken.read_nbytes, int(tensors.nbytes[proven].sum()))
 
 
-def _as_manifest(recorded: DigestTable) -> Manifest:
+def as_manifest(recorded: DigestTable) -> Manifest:
     """Names, types and shapes of a table as a manifest without any bytes."""
     tensors = TensorTable.from_records(
-        TensorMeta(row.fqn, opaque(row.digest.dtype, numel=0, nbytes=0), row.digest.shape, row.section, (row.fqn,))
+        TensorMeta(
+            row.fqn,
+            DTYPES.get(row.digest.dtype) or opaque(row.digest.dtype, numel=0, nbytes=0),
+            row.digest.shape,
+            row.section,
+            (row.fqn,),
+        )
         for row in recorded.rows
     )
     files = FileTable()

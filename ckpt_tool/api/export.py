@@ -15,6 +15,7 @@ from ckpt_tool.api.conversion import (
     build_conversion,
     cast_model,
     default_workers,
+    manifest_url_for,
     whole_boxes,
 )
 from ckpt_tool.api.hf_names import NamesOptions, with_hf_names
@@ -26,6 +27,8 @@ from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
+from ckpt_tool.layout.origins import origins_of, renaming_views
+from ckpt_tool.layout.views import View
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 
@@ -57,6 +60,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     overwrite: bool = False,
     resume: bool = False,
     durable: bool = True,
+    digest: str | os.PathLike[str] | None = "beside",
 ) -> Conversion:
     """Plan an export; nothing is written yet.
 
@@ -86,6 +90,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         overwrite: replace what is at the target.
         resume: go on with an unfinished target.
         durable: fsync before the target gets its name.
+        digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
+            a URL, None for nowhere.
 
     Raises:
         CkptError: see ``errors``; anything that would be lost silently is refused instead.
@@ -102,17 +108,21 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     manifest, tied_dropped, tied_notes = _without_tied(manifest, tied)
     dropped += tied_dropped
     notes += tied_notes
-    by_family = None
+    by_family, views = None, tuple[View, ...]()
+    before = manifest
     if names == "hf":
         options = NamesOptions(family, None if naming is None else _text_of(naming), facts, true_vocab)
         by_family = with_hf_names(checkpoint, manifest, options, is_whole=not include and not exclude)
     if by_family is not None:
-        manifest = by_family.manifest
+        manifest, views = by_family.manifest, by_family.views
         dropped += by_family.dropped
         notes += by_family.notes
     elif names == "hf":
         paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
-        manifest = renamed(manifest, dict(zip(manifest.tensors.fqns, module_names(paths), strict=True)))
+        new_names = list(zip(manifest.tensors.fqns, module_names(paths), strict=True))
+        manifest = renamed(manifest, dict(new_names))
+        if any(old != new for old, new in new_names):
+            views = renaming_views(before, new_names)
     writer = writer_named(to or _by_suffix(target))
     to = writer.name
     if writer.per_rank:
@@ -137,7 +147,15 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         dropped=dropped,
         notes=notes,
         options=WriterOptions(max_shard_nbytes=max_shard_nbytes),
-        execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
+        execution=Execution(
+            memory_budget_bytes,
+            n_workers or default_workers(),
+            overwrite,
+            resume,
+            durable,
+            manifest_url_for(target, digest),
+        ),
+        origins=origins_of(before, views) if views else None,
     )
 
 

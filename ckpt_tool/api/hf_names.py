@@ -18,7 +18,8 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming import Fact, rename
 from ckpt_tool.layout.naming_match import Matched, NamingMatch, choose_naming, match_names
 from ckpt_tool.layout.naming_rules import load_naming
-from ckpt_tool.layout.views import apply_views
+from ckpt_tool.layout.origins import renaming_views
+from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 
@@ -57,6 +58,8 @@ class HfNames:
     manifest: Manifest
     dropped: tuple[Dropped, ...]
     notes: tuple[str, ...]
+    views: tuple[View, ...]
+    """What each tensor is made of."""
 
 
 def parse_facts(texts: Iterable[str]) -> dict[str, int]:
@@ -114,9 +117,10 @@ def with_hf_names(
         roots = tuple((view.fqn,) for view in renaming.views)
         paths = (*roots, *result.tensors.paths[len(roots) :])
         result = result.replace(tensors=replace(result.tensors, paths=paths))
+    views = (*renaming.views, *renaming_views(manifest, [(fqn, fqn) for fqn in kept]))
     notes = [f"{len(fqns):,} tensors become {len(renaming.views):,}: {found.evidence}", *renaming.notes, *vocab_notes]
     notes += _output_layer_notes(checkpoint.manifest, {view.fqn for view in renaming.views}, is_whole=is_whole)
-    return HfNames(result, tuple(Dropped(fqn, why) for fqn, why in renaming.dropped), tuple(notes))
+    return HfNames(result, tuple(Dropped(fqn, why) for fqn, why in renaming.dropped), tuple(notes), views)
 
 
 def _naming(fqns: Sequence[str], options: NamesOptions) -> NamingMatch | None:

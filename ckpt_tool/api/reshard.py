@@ -17,6 +17,7 @@ from ckpt_tool.api.conversion import (
     build_conversion,
     cast_model,
     default_workers,
+    manifest_url_for,
     whole_boxes,
 )
 from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
@@ -69,6 +70,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     overwrite: bool = False,
     resume: bool = False,
     durable: bool = True,
+    digest: str | os.PathLike[str] | None = "beside",
 ) -> Conversion:
     """Plan a reshard; nothing is written yet.
 
@@ -102,6 +104,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         overwrite: replace what is at the target.
         resume: go on with an unfinished target.
         durable: fsync before the target gets its name.
+        digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
+            a URL, None for nowhere.
 
     Raises:
         LayoutError: names that no rule covers, or a mesh that does not fit.
@@ -158,7 +162,14 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         dropped=(*selection.dropped, *carried.dropped),
         notes=(*selection.notes, *restyled, *notes),
         options=WriterOptions(vpp=vpp, first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers),
-        execution=Execution(memory_budget_bytes, n_workers or default_workers(), overwrite, resume, durable),
+        execution=Execution(
+            memory_budget_bytes,
+            n_workers or default_workers(),
+            overwrite,
+            resume,
+            durable,
+            manifest_url_for(target, digest),
+        ),
     )
 
 

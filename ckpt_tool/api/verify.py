@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
-from ckpt_tool.api.digest import read_manifest
 from ckpt_tool.api.digest_check import check_digests
+from ckpt_tool.api.manifest_file import read_manifest
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers

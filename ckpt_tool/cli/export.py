@@ -9,6 +9,8 @@ import typer
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
     Choice,
+    Digest,
+    DigestFile,
     DryRun,
     Dtype,
     Exclude,
@@ -96,6 +98,8 @@ def export(
     overwrite: Overwrite = False,
     resume: Resume = False,
     no_fsync: NoFsync = False,
+    digest: Digest = True,
+    write_manifest: DigestFile = None,
     dry_run: DryRun = False,
     plan_json: PlanJson = None,
     json: Json = False,
@@ -105,8 +109,10 @@ def export(
 
     Everything that is dropped or changed is listed; what would be lost silently is refused.
 
-    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes}; with --dry-run
-    too: the plan's bytes, requests, memory, casts, dropped, notes.
+    A manifest of digests is written beside DST: it proves any other copy equal, whatever its format and layout.
+
+    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
+    with --dry-run too: the plan's bytes, requests, memory, casts, dropped, notes.
     """
     from ckpt_tool.api.export import prepare_export
     from ckpt_tool.api.hf_names import parse_facts
@@ -134,5 +140,6 @@ def export(
         overwrite=overwrite,
         resume=resume,
         durable=not no_fsync,
+        digest=write_manifest or ("beside" if digest else None),
     )
     run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)

@@ -12,6 +12,8 @@ __all__ = [
     "Choice",
     "DataMode",
     "Default",
+    "Digest",
+    "DigestFile",
     "Dp",
     "DpMode",
     "DryRun",
@@ -227,6 +229,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write no
 PlanJson = Annotated[
     str | None,
     typer.Option("--plan-json", metavar="FILE", help="Save the plan as JSON lines; - for stdout.", show_default=False),
+]
+
+Digest = Annotated[
+    bool,
+    typer.Option("--digest/--no-digest", help="Record what each tensor holds, on the way, in DST.digests.json."),
+]
+DigestFile = Annotated[
+    str | None,
+    typer.Option("--write-manifest", metavar="FILE", help="Where to record it instead.", show_default=False),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (errors too, on stderr).")]

@@ -63,7 +63,11 @@ def result_lines(result: ConversionResult, mesh: Mesh | None, *, width: int) -> 
         f"{result.format}, {mesh_text(mesh)}: {counted(result.n_tensors, 'tensor')} in "
         f"{counted(result.n_files, 'file')}, {format_bytes(result.nbytes)} in {report.seconds:.2f} s{rate}{resumed}"
     )
-    return wrap(text, width, line("wrote ", Span(result.target_url, "bold green"), "  "), "  ")
+    lines = wrap(text, width, line("wrote ", Span(result.target_url, "bold green"), "  "), "  ")
+    if result.manifest_url is not None:
+        said = "what each tensor holds: ckpt diff and ckpt verify --manifest take it"
+        lines += wrap(said, width, line("wrote ", Span(result.manifest_url, "green"), "  "), "  ")
+    return lines
 
 
 def drop_lines(dropped: Sequence[Dropped], *, width: int) -> list[Line]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
     DataMode,
+    Digest,
+    DigestFile,
     Dp,
     DpMode,
     DryRun,
@@ -69,6 +71,8 @@ def reshard(
     overwrite: Overwrite = False,
     resume: Resume = False,
     no_fsync: NoFsync = False,
+    digest: Digest = True,
+    write_manifest: DigestFile = None,
     dry_run: DryRun = False,
     plan_json: PlanJson = None,
     json: Json = False,
@@ -76,8 +80,10 @@ def reshard(
 ) -> None:
     """Write the same tensors cut for another mesh.
 
-    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes}; with --dry-run
-    too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
+    A manifest of digests is written beside DST: it proves any other copy equal, whatever its format and layout.
+
+    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
+    with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
     from ckpt_tool.api.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
@@ -110,5 +116,6 @@ def reshard(
         overwrite=overwrite,
         resume=resume,
         durable=not no_fsync,
+        digest=write_manifest or ("beside" if digest else None),
     )
     run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)

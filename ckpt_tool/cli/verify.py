@@ -74,7 +74,7 @@ def verify(
     groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}].
     """
     from ckpt_tool.api.digest import digests
-    from ckpt_tool.api.digest import write_manifest as save
+    from ckpt_tool.api.manifest_file import write_manifest as save
     from ckpt_tool.api.verify import verify as check
     from ckpt_tool.cli.render_findings import report_lines
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CastReport", "EngineOptions", "Progress", "RunReport"]
+from ckpt_tool.manifest.digest import ContentDigest
+from ckpt_tool.manifest.model import TensorMeta
+
+__all__ = ["CastReport", "EngineOptions", "Progress", "RunReport", "TakenDigests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,8 @@ class EngineOptions:
     """Threads that move bytes."""
     durable: bool = True
     """fsync before the target gets its name."""
+    digests: bool = False
+    """Take the digest of each tensor on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,16 @@ class CastReport:
     """Finite values that became infinite or NaN, for the type cannot hold them; counted as changed too."""
 
 
+@dataclass(frozen=True)
+class TakenDigests:
+    """What a run found its tensors to hold."""
+
+    tensors: dict[int, ContentDigest]
+    """By row of the target's tensor table; those whose bytes did not pass whole and once are not here."""
+    originals: tuple[tuple[TensorMeta, ContentDigest], ...]
+    """Of the tensors that the target's are views of."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunReport:
     """What a run did; the last event."""
@@ -69,3 +84,5 @@ class RunReport:
     resumed_nbytes: int
     seconds: float
     casts: tuple[CastReport, ...]
+    digests: TakenDigests | None = None
+    """Where they were asked for."""

@@ -17,7 +17,7 @@ from ckpt_tool.errors import UsageError
 
 __all__ = ["Journal", "UnitRecord"]
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,16 @@ class UnitRecord:
     """(row of the plan's writes, CRC-32 of its bytes)."""
     casts: tuple[tuple[str, CastEffect], ...]
     """By fqn, what the cast did to the elements of the unit."""
+    digests: tuple[tuple[int, int, int], ...] = ()
+    """What the unit adds to digests, where they are taken; see ``tile_digests``."""
 
 
 class Journal:
     """Append-only record of one run."""
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
+    def __init__(self, path: Path, fingerprint: str, *, has_digests: bool = False) -> None:
         self._path = path
-        self._fingerprint = fingerprint
+        self._head = {"version": _VERSION, "plan": fingerprint, "digests": has_digests}
 
     def load(self) -> Mapping[int, UnitRecord]:
         """Finished units of an earlier run of the same plan; empty when there is no journal.
@@ -51,7 +53,7 @@ class Journal:
         for number, line in enumerate(lines[:-1]):  # what follows the last newline was torn off
             row = json.loads(line)
             if number == 0:
-                if row != {"version": _VERSION, "plan": self._fingerprint}:
+                if row != self._head:
                     raise UsageError(
                         "the unfinished target was begun from another source or with other options",
                         where=str(self._path.parent),
@@ -62,6 +64,7 @@ class Journal:
                 row["unit"],
                 tuple((r, c) for r, c in row["crc32"]),
                 tuple((fqn, CastEffect(*effect)) for fqn, *effect in row["casts"]),
+                tuple((number, nbytes, linear) for number, nbytes, linear in row["digests"]),
             )
         return records
 
@@ -70,9 +73,14 @@ class Journal:
         is_new = not self._path.exists()
         with self._path.open("a", encoding="ascii") as file:
             if is_new:
-                file.write(json.dumps({"version": _VERSION, "plan": self._fingerprint}) + "\n")
+                file.write(json.dumps(self._head) + "\n")
             for record in records:
-                row = {"unit": record.unit, "crc32": record.crc32, "casts": [(f, *astuple(c)) for f, c in record.casts]}
+                row = {
+                    "unit": record.unit,
+                    "crc32": record.crc32,
+                    "casts": [(fqn, *astuple(effect)) for fqn, effect in record.casts],
+                    "digests": record.digests,
+                }
                 file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -20,9 +20,11 @@ from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progres
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.pool import run_units
 from ckpt_tool.engine.sinks import OrderedSink, RandomSink, Sink
+from ckpt_tool.engine.tile_digests import TileDigests
 from ckpt_tool.engine.worker import Worker
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import LayOut, Segment
+from ckpt_tool.layout.origins import Origins
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.sizes import format_bytes
 from ckpt_tool.storage.store import Store
@@ -35,9 +37,16 @@ _JOURNAL_BYTES = 1 << 30
 
 
 def run_plan(
-    plan: Plan, layout: LayOut, store: Store, target: Target, options: EngineOptions
+    plan: Plan,
+    layout: LayOut,
+    store: Store,
+    target: Target,
+    options: EngineOptions,
+    origins: Origins | None = None,
 ) -> Iterator[Progress | RunReport]:
     """Execute ``plan`` and commit the target; yields progress, then one report.
+
+    With digests, ``origins`` says what the plan's tensors were made of, where that is of interest too.
 
     Raises:
         StorageError: no space, or the storage failed; the unfinished target stays and can be resumed.
@@ -48,18 +57,26 @@ def run_plan(
         target.abandon(discard=not target.is_resumed)  # nothing was written yet
         raise
     try:
-        yield from _run(plan, layout, store, target, options)
+        digests = TileDigests(plan, origins) if options.digests else None
+        yield from _run(plan, layout, store, target, options, digests)
     except BaseException:
         target.abandon()
         raise
 
 
 def _run(
-    plan: Plan, layout: LayOut, store: Store, target: Target, options: EngineOptions
+    plan: Plan,
+    layout: LayOut,
+    store: Store,
+    target: Target,
+    options: EngineOptions,
+    digests: TileDigests | None,
 ) -> Iterator[Progress | RunReport]:
     started = time.perf_counter()
     files = layout.manifest.files
-    journal = Journal(Path(target.journal_path), plan.fingerprint) if target.journal_path is not None else None
+    journal = None
+    if target.journal_path is not None:
+        journal = Journal(Path(target.journal_path), plan.fingerprint, has_digests=digests is not None)
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}
     for entry in files:
         target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
@@ -72,7 +89,11 @@ def _run(
     unflushed: list[UnitRecord] = []
     unflushed_nbytes = 0
     n_workers = 1 if target.is_sequential else options.n_workers
-    for event in run_units(todo, lambda: Worker(plan, store, sink, with_crc32=layout.needs_crc32), n_workers=n_workers):
+
+    def make_worker() -> Worker:
+        return Worker(plan, store, sink, with_crc32=layout.needs_crc32, digests=digests)
+
+    for event in run_units(todo, make_worker, n_workers=n_workers):
         if isinstance(event, int):
             moved += event
             yield Progress(resumed + moved, total)
@@ -91,7 +112,10 @@ def _run(
     sink.finish(rest)
     target.commit(layout.commit_path)
     casts = _cast_reports(plan, done)
-    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts)
+    taken = None
+    if digests is not None:
+        taken = digests.digests([row for record in done.values() for row in record.digests])
+    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken)
 
 
 def _check_space(plan: Plan, target: Target) -> None:

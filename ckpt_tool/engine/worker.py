@@ -15,6 +15,7 @@ from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.engine.elements import count_changes
 from ckpt_tool.engine.journal import UnitRecord
+from ckpt_tool.engine.tile_digests import TileDigests, UnitDigests
 from ckpt_tool.engine.tile_reader import Buffer, TileReader, piece_slices
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.storage.store import Store
@@ -33,11 +34,15 @@ class PieceSink(Protocol):
 class Worker:
     """Executes tiles of one plan, one at a time."""
 
-    def __init__(self, plan: Plan, store: Store, sink: PieceSink, *, with_crc32: bool) -> None:
+    def __init__(
+        self, plan: Plan, store: Store, sink: PieceSink, *, with_crc32: bool, digests: TileDigests | None = None
+    ) -> None:
         self._plan = plan
         self._store = store
         self._sink = sink
         self._with_crc32 = with_crc32
+        self._digests = digests
+        self._unit: UnitDigests | None = None
         self._reader = TileReader(plan.source, plan.tiles, plan.reads, store)
         self._scratch = self._reader.scratch  # idle once a tile is read
         self._cast = Buffer()
@@ -47,22 +52,36 @@ class Worker:
         first, last = self._plan.tiles.unit_bounds[unit : unit + 2].tolist()
         crcs: list[tuple[int, int]] = []
         casts: dict[str, CastEffect] = {}
+        self._unit = None if self._digests is None else self._digests.unit()
         for tile in range(first, last):
             progress(self._run_tile(tile, crcs, casts))
-        return UnitRecord(unit, tuple(crcs), tuple(casts.items()))
+        sums = () if self._unit is None else self._unit.sums()
+        return UnitRecord(unit, tuple(crcs), tuple(casts.items()), sums)
 
     def _run_tile(self, tile: int, crcs: list[tuple[int, int]], casts: dict[str, CastEffect]) -> int:
         writes = self._plan.writes
         elements = self._reader.read(tile)
         buffer = elements.reshape(-1).view(np.uint8)
         written = 0
+        takes_pieces = self._sum_tile(tile, buffer)
         for row in range(int(writes.starts[tile]), int(writes.starts[tile + 1])):
             data = self._packed_piece(row, buffer, elements, casts)
             self._sink.write(self._plan.target.files.paths[writes.file[row]], int(writes.file_offset[row]), data)
             if self._with_crc32:
                 crcs.append((row, crc32(data)))
+                if takes_pieces and self._unit is not None:
+                    self._unit.add_piece(row, tile, data.nbytes, crcs[-1][1])
             written += data.nbytes
         return written
+
+    def _sum_tile(self, tile: int, buffer: npt.NDArray[np.uint8]) -> bool:
+        """Add a tile to the digests, unless the CRCs of its pieces are all that they need; whether they are."""
+        if self._digests is None or self._unit is None:
+            return False
+        if self._with_crc32 and self._digests.takes_pieces(tile):
+            return True
+        self._unit.add_tile(tile, buffer)
+        return False
 
     def _packed_piece(
         self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any], casts: dict[str, CastEffect]
@@ -90,4 +109,6 @@ class Worker:
             effect = count_changes(values, result)
         fqn = plan.target.tensors.fqns[target]
         casts[fqn] = casts.get(fqn, CastEffect()).merged(effect)
+        if self._unit is not None:
+            self._unit.add_cast(row, int(writes.tile[row]), packed, after)
         return packed.data

@@ -6,7 +6,7 @@ Written beside or apart from a checkpoint, it proves a copy of any format and la
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,11 +51,18 @@ class DigestTable:
     """Name of the reader; content does not depend on it, files do."""
     rows: tuple[DigestRow, ...]
     files: tuple[FileDigest, ...] = ()
+    originals: tuple[DigestRow, ...] = ()
+    """The tensors that those of a conversion were made of (split, joined, renamed), under their own names."""
 
     @cached_property
     def tensors(self) -> dict[str, ContentDigest]:
         """Digests by fqn."""
         return {row.fqn: row.digest for row in self.rows}
+
+    def known_as(self, fqns: Collection[str]) -> tuple[DigestRow, ...]:
+        """The rows whose names are more of these: those of the tensors, or of what they were made of."""
+        n_rows, n_originals = (sum(row.fqn in fqns for row in rows) for rows in (self.rows, self.originals))
+        return self.originals if n_originals > n_rows else self.rows
 
     @property
     def is_wide(self) -> bool:
@@ -66,20 +73,18 @@ class DigestTable:
         """The table as JSON-able values.
 
         Schema ``ckpt-tool/digests/1``: ``schema``, ``format``, ``tensors[] {fqn dtype shape section crc32 wide}``,
-        ``files[] {path nbytes crc32 sha256}`` and ``check``, the CRC-32 of the compact JSON of ``[tensors, files]``.
+        ``files[] {path nbytes crc32 sha256}``, ``originals[]`` like ``tensors`` where there are any, and ``check``, the
+        CRC-32 of the compact JSON of ``[tensors, files]``, or of ``[tensors, files, originals]``.
         ``crc32`` (8 hex digits) is that of the tensor's row-major little-endian bytes, or of the file's; ``wide`` (32
         digits), ``crc32`` of a file and ``sha256`` are left out where they were not taken. Later versions only add
         keys.
         """
         tensors = [_row_json(row) for row in self.rows]
         files = [_file_json(file) for file in self.files]
-        return {
-            "schema": SCHEMA,
-            "format": self.format,
-            "tensors": tensors,
-            "files": files,
-            "check": _check(tensors, files),
-        }
+        listed: dict[str, Any] = {"tensors": tensors, "files": files}
+        if self.originals:
+            listed["originals"] = [_row_json(row) for row in self.originals]
+        return {"schema": SCHEMA, "format": self.format, **listed, "check": _check(*listed.values())}
 
 
 def parse_table(text: str | bytes, *, where: str) -> DigestTable:
@@ -105,21 +110,22 @@ def parse_table(text: str | bytes, *, where: str) -> DigestTable:
             str(document["format"]),
             tuple(_row(each) for each in document["tensors"]),
             tuple(_file(each) for each in document["files"]),
+            tuple(_row(each) for each in document.get("originals", ())),
         )
         expected = document["check"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"a manifest of digests that lacks what belongs in it: {error!r}", where=where) from error
-    got = _check(document["tensors"], document["files"])
+    got = _check(*(document[key] for key in ("tensors", "files", "originals") if key in document))
     if got != expected:
         message = f"the manifest itself was changed after it was written: its check is {got}, expected {expected!r}"
         raise IntegrityError(message, where=where, hint="take another copy of it")
-    if len(table.tensors) != len(table.rows):
+    if len(table.tensors) != len(table.rows) or len({row.fqn for row in table.originals}) != len(table.originals):
         raise FormatError("a tensor is listed twice", where=where)
     return table
 
 
-def _check(tensors: Any, files: Any) -> str:
-    return f"{crc32(json.dumps([tensors, files], ensure_ascii=True, separators=(',', ':')).encode()):08x}"
+def _check(*lists: Any) -> str:
+    return f"{crc32(json.dumps(lists, ensure_ascii=True, separators=(',', ':')).encode()):08x}"
 
 
 def _row_json(row: DigestRow) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""A manifest of digests as a file, at a path or a URL: beside the checkpoint that it describes, or anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ckpt_tool.errors import FormatError, NotFound, StorageError
+from ckpt_tool.manifest.digest_table import SCHEMA, DigestTable, parse_table
+from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.target import open_target
+from ckpt_tool.storage.urls import is_local, local_path
+
+__all__ = ["SUFFIX", "is_manifest_file", "manifest_beside", "read_manifest", "write_manifest"]
+
+SUFFIX = ".digests.json"
+_MAX_BYTES = 1 << 30
+_HEAD_BYTES = 4096
+
+
+def manifest_beside(url: str | os.PathLike[str]) -> str:
+    """Where the manifest of a checkpoint lies that was written along with it.
+
+    >>> manifest_beside("runs/step_5/"), manifest_beside("s3://b/model.safetensors")
+    ('runs/step_5.digests.json', 's3://b/model.safetensors.digests.json')
+    """
+    text = os.fspath(url)
+    return f"{text.rstrip('/' + os.sep) or text}{SUFFIX}"
+
+
+def write_manifest(table: DigestTable, url: str | os.PathLike[str]) -> None:
+    """Write the table as a JSON file, a line for each tensor and file; ``DigestTable.to_json`` documents it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    document = table.to_json()
+    lines = ["{"]
+    for key, value in document.items():
+        if isinstance(value, list):
+            rows = [f"  {json.dumps(each)}" for each in value]
+            lines += [f"{json.dumps(key)}: [", ",\n".join(rows), "],"] if rows else [f"{json.dumps(key)}: [],"]
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)},")
+    lines[-1] = lines[-1].removesuffix(",")
+    _write("\n".join([*lines, "}"]) + "\n", os.fspath(url))
+
+
+def _write(text: str, url: str) -> None:
+    if not is_local(url):
+        data = text.encode()
+        name = url.rsplit("/", 1)[-1]
+        remote = open_target(url, overwrite=True, resume=False, durable=True, single_file=True)
+        remote.create(name, len(data), is_last=True)
+        remote.write(name, 0, data)
+        remote.commit(name)
+        return
+    target = Path(local_path(url))
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
+
+
+def read_manifest(url: str | os.PathLike[str]) -> DigestTable:
+    """The table that ``write_manifest`` wrote.
+
+    Raises:
+        NotFound: no such file.
+        FormatError: it is something else.
+        IntegrityError: it was changed after it was written.
+    """
+    where = os.fspath(url)
+    try:
+        store, listing = open_store(url)
+    except NotFound as error:
+        hint = f'write it with "ckpt verify SRC --write-manifest {where}"'
+        raise NotFound("no such file", where=where, hint=hint) from error
+    try:
+        name = listing.entry
+        if name is None:
+            raise FormatError("expected a manifest of digests, which is a file, got a folder", where=where)
+        nbytes = listing.sizes[name]
+        if nbytes > _MAX_BYTES:
+            raise FormatError(f"expected a manifest of digests, got a file of {nbytes:,} bytes", where=where)
+        return parse_table(store.read(name, 0, nbytes), where=where)
+    finally:
+        store.close()
+
+
+def is_manifest_file(url: str | os.PathLike[str]) -> bool:
+    """Whether a JSON file is there that says at its beginning that it is a manifest of digests.
+
+    Raises:
+        NotFound: nothing is there.
+    """
+    if not os.fspath(url).endswith(".json"):
+        return False
+    store, listing = open_store(url)
+    try:
+        name = listing.entry
+        head = b"" if name is None else store.read(name, 0, min(listing.sizes[name], _HEAD_BYTES))
+    finally:
+        store.close()
+    return SCHEMA.rpartition("/")[0].encode() in head
