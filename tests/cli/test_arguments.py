@@ -18,7 +18,7 @@ RESHARD = {
     "optim_style": None,
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
-RUN = {"overwrite": False, "resume": False, "durable": True}
+RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
     "true_vocab": None, "include": (), "exclude": (), "dtype": None,
@@ -56,7 +56,8 @@ class Recorder:
          {"dtype": "bf16", "include": ["a.*", "c"], "exclude": ["b"]}),
         ("A B --memory 64MiB --workers 3", ("A", "B"), {"memory_budget_bytes": 64 << 20, "n_workers": 3}),
         ("A B --overwrite --no-fsync", ("A", "B"), {"overwrite": True, "durable": False}),
-        ("A B --resume", ("A", "B"), {"resume": True}),
+        ("A B --resume --no-digest", ("A", "B"), {"resume": True, "digest": None}),
+        ("A B --write-manifest m.json", ("A", "B"), {"digest": "m.json"}),
     ],
 )  # fmt: skip
 def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
