@@ -43,6 +43,8 @@ CONFINED: Mapping[str, tuple[str, ...]] = {
     "click": ("cli",),
     "rich": ("cli",),
     "fsspec": ("storage",),
+    "botocore": ("storage.s3",),
+    "hdfs_native": ("storage.hdfs",),
 }
 
 # Inside formats/: modules that every format may import, besides the `_` ones; and those that know all formats.

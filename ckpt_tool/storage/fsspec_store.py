@@ -12,15 +12,12 @@ from typing import Any
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.fetch import fetch_all
-from ckpt_tool.storage.remote import failure_of, modified_of, open_remote, retried, shown
-from ckpt_tool.storage.store import Listing, ReadCost
+from ckpt_tool.storage.remote import modified_of, open_remote
+from ckpt_tool.storage.retry import failure_of, retried, shown
+from ckpt_tool.storage.store import REMOTE_COST, Listing
 from ckpt_tool.storage.urls import check_path, join_url, scheme_of, split_url
 
-__all__ = ["REMOTE_COST", "FsspecStore", "open_fsspec"]
-
-# A request costs 10 to 100 ms of latency whatever its length, a connection carries about 100 MB/s: a gap of 1 MiB is
-# read over for less than a request. Reads of 16 MiB are long enough to hide the latency and short enough to repeat.
-REMOTE_COST = ReadCost(max_gap_bytes=1 << 20, max_read_bytes=16 << 20, concurrency=16)
+__all__ = ["FsspecStore", "open_fsspec"]
 
 
 class _ShortAnswerError(OSError):

@@ -9,7 +9,7 @@ from ckpt_tool.errors import NotFound
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.store import Listing, Store
-from ckpt_tool.storage.urls import is_local, join_url, local_path
+from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of
 
 __all__ = ["is_local", "join_url", "local_path", "open_store"]
 
@@ -29,9 +29,7 @@ def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
     """
     text = os.fspath(url)
     if not is_local(text):
-        from ckpt_tool.storage.fsspec_store import open_fsspec  # fsspec costs 80 ms of start-up
-
-        remote = open_fsspec(text)
+        remote = _open_remote(text)
         return remote, remote.listing()
     path = local_path(text) or "."
     if not os.path.exists(path):
@@ -43,6 +41,19 @@ def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
         folder, name = os.path.split(path)
         store = LocalStore(folder or ".", entry=name)
     return store, store.listing()
+
+
+def _open_remote(url: str) -> Store:
+    """The store of a URL; each client is imported where it is needed, for they cost tens of milliseconds."""
+    match scheme_of(url):
+        case "s3" | "s3a":
+            from ckpt_tool.storage.s3.store import open_s3
+
+            return open_s3(url)
+        case _:
+            from ckpt_tool.storage.fsspec_store import open_fsspec
+
+            return open_fsspec(url)
 
 
 def _hint(path: str) -> str | None:

@@ -104,12 +104,12 @@ def test_unknown_scheme() -> None:
 
 
 def test_client_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the client for S3 the hint is what to type."""
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    with pytest.raises(UsageError, match="the client for s3:// is not installed") as caught:
-        open_store("s3://bucket/run")
-    assert caught.value.hint == 'pip install "ckpt-tool[s3]"'
+    """Without the client for Google storage the hint is what to type."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
+    with pytest.raises(UsageError, match="the client for gs:// is not installed") as caught:
+        open_store("gs://bucket/run")
+    assert caught.value.hint == 'pip install "ckpt-tool[gs]"'
 
 
 def test_local_paths_do_not_import_fsspec(tmp_path: Path) -> None:

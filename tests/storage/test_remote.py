@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.storage import remote
+from ckpt_tool.storage import retry
 from ckpt_tool.storage.fsspec_store import FsspecStore, open_fsspec
 
 DATA = bytes(range(100))
@@ -113,7 +113,7 @@ def test_transient_for_ever(answer: Any, pauses: list[float], monkeypatch: pytes
     fs = FlakyFs(*[answer] * 99)
     with pytest.raises(StorageError, match=r"^s3://root/x: .*\(after 5 attempts\)$") as caught:
         store_of(fs, monkeypatch).read("x", 10, 10)
-    assert fs.n_reads == remote.ATTEMPTS == 5
+    assert fs.n_reads == retry.ATTEMPTS == 5
     assert caught.value.__cause__ is not None
     assert "secret" not in str(caught.value)
     assert "pw" not in str(caught.value)
@@ -224,10 +224,10 @@ def test_disguised_failures(pauses: list[float]) -> None:
         raise disguised(ClientError(status))
 
     with pytest.raises(StorageError, match=r"ClientError: status 503 of https://host/x \(after 5 attempts\)"):
-        remote.retried(lambda: failing(503), where="x")
+        retry.retried(lambda: failing(503), where="x")
     pauses.clear()
     with pytest.raises(NotFound):
-        remote.retried(lambda: failing(404), where="x")
+        retry.retried(lambda: failing(404), where="x")
     assert pauses == []
 
 
@@ -243,7 +243,7 @@ def test_retries_are_not_multiplied(pauses: list[float]) -> None:
         raise EndpointConnectionError("no endpoint\nand a page of text")
 
     with pytest.raises(StorageError, match=r"^x: EndpointConnectionError: no endpoint$"):
-        remote.retried(failing, where="x")
+        retry.retried(failing, where="x")
     assert pauses == []
 
 
@@ -253,16 +253,16 @@ def test_errors_of_native_clients(pauses: list[float], package: str, expected: t
     module: dict[str, Any] = {"__name__": f"{package}.fsspec"}
     exec("def call(): raise RuntimeError('No NameNode')", module)
     with pytest.raises(expected, match="No NameNode"):
-        remote.retried(module["call"], where="x")
+        retry.retried(module["call"], where="x")
 
 
 def test_pauses_are_bounded(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many attempts there are, a pause stays within seconds."""
-    monkeypatch.setattr(remote, "ATTEMPTS", 12)
+    monkeypatch.setattr(retry, "ATTEMPTS", 12)
 
     def failing() -> None:
         raise OSError("again")
 
     with pytest.raises(StorageError, match="after 12 attempts"):
-        remote.retried(failing, where="x")
+        retry.retried(failing, where="x")
     assert max(pauses) <= 7.5

@@ -17,8 +17,10 @@ from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.fsspec_store import FsspecStore
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.s3.store import S3Store
 from ckpt_tool.storage.store import Listing, Store
 from tests.storage.conformance import FILES, StoreTests
+from tests.storage.s3_server import BUCKET, s3_environment, s3_server
 
 
 class TestMemoryStore(StoreTests):
@@ -75,6 +77,22 @@ class TestFsspecStore(StoreTests):
             fs.pipe_file(f"{root}/{path}", data)
         yield FsspecStore(f"memory:/{root}")
         fs.rm(root, recursive=True)
+
+
+class TestS3Store(StoreTests):
+    """Objects of a bucket."""
+
+    @pytest.fixture
+    def store(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        """Put into the server directly."""
+        with s3_server() as (endpoint, bucket):
+            for name, value in s3_environment(endpoint).items():
+                monkeypatch.setenv(name, value)
+            bucket.objects |= {f"a//b c/{path}": data for path, data in FILES.items()}
+            bucket.objects["a//b c/"] = bucket.objects["a//b cd"] = b"no file of this folder"
+            store = S3Store(f"s3://{BUCKET}/a//b c")
+            yield store
+            store.close()
 
 
 class _PartsHidden(MemoryStore):

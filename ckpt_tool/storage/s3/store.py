@@ -1,0 +1,136 @@
+"""An S3 store reads byte ranges of the objects below one prefix; it knows no format."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from ckpt_tool.errors import FormatError, NotFound, StorageError
+from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.nearby import did_you_mean
+from ckpt_tool.storage.s3.client import S3Client, S3Object, split_s3_url
+from ckpt_tool.storage.store import REMOTE_COST, Listing
+from ckpt_tool.storage.urls import check_path, join_url, split_url
+
+__all__ = ["S3Store", "open_s3"]
+
+
+class S3Store:
+    """Objects below ``url``.
+
+    Args:
+        url: a folder, kept as it is, never normalised.
+        entry: the one object in it that the user named; the listing then has only it and its siblings.
+    """
+
+    def __init__(self, url: str, *, entry: str | None = None) -> None:
+        self.url = url
+        self.cost = REMOTE_COST
+        bucket, key = split_s3_url(url)
+        self._client = S3Client(bucket)
+        self._prefix = key if not key or key.endswith("/") else f"{key}/"
+        self._entry = entry
+        self._lock = threading.Lock()
+        self._listing: Listing | None = None
+        self._is_closed = False
+
+    def listing(self) -> Listing:
+        """All objects below the root, or the entry and its siblings; a request for each thousand, cached.
+
+        Raises:
+            NotFound: nothing is below the root.
+        """
+        with self._lock:
+            if self._listing is None:
+                found: list[S3Object] = []
+                for page in self._client.pages(self._prefix, delimiter="" if self._entry is None else "/"):
+                    found += page.objects
+                files = {o.key[len(self._prefix) :]: o for o in found if not o.key.endswith("/")}
+                if not files or (self._entry is not None and self._entry not in files):
+                    raise NotFound("nothing is here", where=join_url(self.url, self._entry or ""))
+                self._listing = Listing(
+                    self.url,
+                    {path: files[path].nbytes for path in sorted(files)},
+                    self._entry,
+                    {path: o.modified for path, o in files.items() if o.modified is not None},
+                )
+            return self._listing
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes of ``path`` from ``offset``: one request; for an empty range a look at the size."""
+        key, where = self._place(path, offset, length)
+        known = self._listing.sizes.get(path) if self._listing is not None else None
+        if (known is None and length > REMOTE_COST.max_read_bytes) or not length:
+            # Memory is not taken on the word of an index alone.
+            known = known if known is not None else self._size(key, where)
+        if known is not None and known < offset + length:
+            got = max(known - offset, 0)
+            raise StorageError(f"expected {length:,} bytes, got {got:,}", where=f"{where}:{offset}")
+        data = bytearray(length)
+        if length:
+            self._client.read_into(key, offset, memoryview(data), where=where)
+        return bytes(data)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``path`` at ``offset``: one request, and no copy of the bytes."""
+        key, where = self._place(path, offset, buffer.nbytes)
+        if buffer.nbytes:
+            self._client.read_into(key, offset, buffer.cast("B"), where=where)
+
+    def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
+        """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""
+        return fetch_all(lambda r: self.read(r.path, r.offset, r.length), ranges, concurrency=self.cost.concurrency)
+
+    def close(self) -> None:
+        """Close connections; further reads fail."""
+        self._is_closed = True
+        self._client.close()
+
+    def _place(self, path: str, offset: int, length: int) -> tuple[str, str]:
+        where = join_url(self.url, path)
+        if self._is_closed:
+            raise StorageError("used after it was closed", where=where)
+        if offset < 0 or length < 0:
+            raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
+        return self._prefix + check_path(path, root=self.url), where
+
+    def _size(self, key: str, where: str) -> int:
+        found = self._client.head(key)
+        if found is None:
+            raise NotFound("no such file", where=where)
+        return found.nbytes
+
+
+def open_s3(url: str) -> S3Store:
+    """The store of a folder, or of an object's folder with that object as its entry.
+
+    A folder costs a request for each thousand objects; an object three.
+
+    Raises:
+        NotFound: nothing is there; the hint names what is nearby.
+    """
+    store = S3Store(url)
+    try:
+        store.listing()
+    except NotFound as error:
+        bucket, key = split_s3_url(url)
+        client = S3Client(bucket)
+        if not key or "no such bucket" in error.message:
+            raise
+        if not key.endswith("/") and client.head(key) is not None:
+            folder, name = split_url(url)
+            return S3Store(folder, entry=name)
+        raise NotFound("no such file or folder", where=url, hint=_nearby(client, key)) from None
+    return store
+
+
+def _nearby(client: S3Client, key: str) -> str | None:
+    folder, _, name = key.rstrip("/").rpartition("/")
+    prefix = f"{folder}/" if folder else ""
+    try:
+        page = next(client.pages(prefix, delimiter="/"))
+    except (NotFound, StorageError):  # a hint is worth no second failure
+        return None
+    names = [*(o.key[len(prefix) :] for o in page.objects), *(f[len(prefix) : -1] for f in page.folders)]
+    return did_you_mean(name, [each for each in names if each])
