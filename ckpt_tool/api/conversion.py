@@ -149,6 +149,7 @@ class Conversion:
             resume=execution.resume,
             durable=execution.durable,
             single_file=self.is_single_file,
+            memory_bytes=execution.memory_budget_bytes // 2,
         )
         manifest_url = execution.manifest_url
         options = EngineOptions(

@@ -7,13 +7,12 @@ so what it says can be trusted after a crash of the machine too. A torn last lin
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.errors import UsageError
+from ckpt_tool.storage.target import Log
 
 __all__ = ["Journal", "UnitRecord"]
 
@@ -36,9 +35,11 @@ class UnitRecord:
 class Journal:
     """Append-only record of one run."""
 
-    def __init__(self, path: Path, fingerprint: str, *, has_digests: bool = False) -> None:
-        self._path = path
+    def __init__(self, log: Log, fingerprint: str, *, where: str, has_digests: bool = False) -> None:
+        self._log = log
         self._head = {"version": _VERSION, "plan": fingerprint, "digests": has_digests}
+        self._where = where
+        self._is_begun = False
 
     def load(self) -> Mapping[int, UnitRecord]:
         """Finished units of an earlier run of the same plan; empty when there is no journal.
@@ -46,9 +47,7 @@ class Journal:
         Raises:
             UsageError: the journal belongs to another plan.
         """
-        if not self._path.exists():
-            return {}
-        lines = self._path.read_text(encoding="ascii").split("\n")
+        lines = self._log.read().decode("ascii").split("\n")
         records: dict[int, UnitRecord] = {}
         for number, line in enumerate(lines[:-1]):  # what follows the last newline was torn off
             row = json.loads(line)
@@ -56,9 +55,10 @@ class Journal:
                 if row != self._head:
                     raise UsageError(
                         "the unfinished target was begun from another source or with other options",
-                        where=str(self._path.parent),
+                        where=self._where,
                         hint="repeat the command as it was first given, or start over with --overwrite",
                     )
+                self._is_begun = True
                 continue
             records[row["unit"]] = UnitRecord(
                 row["unit"],
@@ -69,18 +69,17 @@ class Journal:
         return records
 
     def append(self, records: list[UnitRecord]) -> None:
-        """Add finished units and make them durable."""
-        is_new = not self._path.exists()
-        with self._path.open("a", encoding="ascii") as file:
-            if is_new:
-                file.write(json.dumps(self._head) + "\n")
-            for record in records:
-                row = {
-                    "unit": record.unit,
-                    "crc32": record.crc32,
-                    "casts": [(fqn, *astuple(effect)) for fqn, effect in record.casts],
-                    "digests": record.digests,
-                }
-                file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Add finished units and make them durable; without any, only say whose journal this is."""
+        rows: list[dict[str, object]] = [] if self._is_begun else [self._head]
+        rows += [
+            {
+                "unit": record.unit,
+                "crc32": record.crc32,
+                "casts": [(fqn, *astuple(effect)) for fqn, effect in record.casts],
+                "digests": record.digests,
+            }
+            for record in records
+        ]
+        if rows:
+            self._log.append("".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
+        self._is_begun = True

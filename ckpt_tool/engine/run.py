@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -75,11 +74,15 @@ def _run(
     started = time.perf_counter()
     files = layout.manifest.files
     journal = None
-    if target.journal_path is not None:
-        journal = Journal(Path(target.journal_path), plan.fingerprint, has_digests=digests is not None)
+    if target.journal is not None:
+        journal = Journal(target.journal, plan.fingerprint, where=target.url, has_digests=digests is not None)
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}
+    if journal is not None and target.is_sequential:
+        journal.append([])  # parts that are found later are trusted because of it
     for entry in files:
         target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
+    if target.is_sequential:
+        done = _sent(plan, done, target)
     sink: Sink = OrderedSink(target, _early(layout)) if target.is_sequential else RandomSink(target)
     total = plan.stats.written_nbytes
     unit_nbytes = _unit_nbytes(plan)
@@ -116,6 +119,17 @@ def _run(
     if digests is not None:
         taken = digests.digests([row for record in done.values() for row in record.digests])
     yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken)
+
+
+def _sent(plan: Plan, done: dict[int, UnitRecord], target: Target) -> dict[int, UnitRecord]:
+    """The finished units whose bytes have all left the buffers of the run that wrote them."""
+    if not done:
+        return {}
+    starts = np.array([target.start_of(path) for path in plan.target.files.paths], dtype=np.int64)
+    is_there = plan.writes.file_offset + plan.writes.length <= starts[plan.writes.file]
+    unit = np.searchsorted(plan.tiles.unit_bounds, plan.writes.tile, side="right") - 1
+    n_missing = np.bincount(unit[~is_there], minlength=plan.tiles.n_units)
+    return {number: record for number, record in done.items() if not n_missing[number]}
 
 
 def _check_space(plan: Plan, target: Target) -> None:

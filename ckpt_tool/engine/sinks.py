@@ -44,13 +44,14 @@ class OrderedSink:
     """For targets without seek: each file is written from its first byte to its last.
 
     Payload must come in ascending order per file, as the tiles of a plan do; the segments known beforehand are put in
-    between, and gaps (alignment) are filled with zeros.
+    between, and gaps (alignment) are filled with zeros. What an interrupted run has written is not written again.
     """
 
     def __init__(self, target: Target, segments: Iterable[Segment]) -> None:
         self._target = target
         self._lock = threading.Lock()
         self._position: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
         self._pending: dict[str, list[Segment]] = {}
         for segment in sorted(segments, key=lambda s: (s.path, -s.offset)):
             self._pending.setdefault(segment.path, []).append(segment)
@@ -67,7 +68,9 @@ class OrderedSink:
             for path in list(self._pending):
                 self._put_segments(path, before=None)
             for segment in segments:
-                if segment.offset >= self._position.get(segment.path, 0):
+                position, start = self._position_of(segment.path)
+                is_cut = position == start and segment.offset + len(segment.data) > start
+                if segment.offset >= position or is_cut:
                     self._put(segment.path, segment.offset, segment.data)
 
     def _put_segments(self, path: str, before: int | None) -> None:
@@ -77,8 +80,19 @@ class OrderedSink:
             self._put(path, segment.offset, segment.data)
 
     def _put(self, path: str, offset: int, data: bytes | memoryview) -> None:
-        position = self._position.get(path, 0)
+        position, start = self._position_of(path)
+        if offset < start:
+            data = data[start - offset :]
+            offset = start
+        if not data:
+            return
         if offset > position:
             self._target.write(path, position, bytes(offset - position))
         self._target.write(path, offset, data)
         self._position[path] = offset + len(data)
+
+    def _position_of(self, path: str) -> tuple[int, int]:
+        """Where the file ends now, and where this run began to write it."""
+        if path not in self._starts:
+            self._starts[path] = self._position[path] = self._target.start_of(path)
+        return self._position[path], self._starts[path]

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
+from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
 from ckpt_tool.storage.kernel import exchange, fallocate
 from ckpt_tool.storage.urls import check_path, local_path
@@ -53,7 +54,8 @@ class LocalTarget:
         self.is_resumed = False
         self._final = os.path.abspath(local_path(url))
         self.root = self._final + ".partial"
-        self.journal_path: str | None = os.path.join(self.root, JOURNAL_NAME)
+        self.journal_path = os.path.join(self.root, JOURNAL_NAME)
+        self.journal = FileLog(self.journal_path)
         self._replaced = self._final + ".replaced"
         self._overwrite = overwrite
         self._durable = durable
@@ -95,6 +97,10 @@ class LocalTarget:
         with self._lock:
             self._sizes[path] = nbytes
             self._dirty.add(path)
+
+    def start_of(self, path: str) -> int:  # noqa: ARG002 - any part of any file may be missing
+        """0: what was written is what the journal says."""
+        return 0
 
     def write(self, path: str, offset: int, buffer: bytes | bytearray | memoryview) -> None:
         """Write all of ``buffer`` at ``offset``.

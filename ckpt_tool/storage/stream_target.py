@@ -16,6 +16,7 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists, UsageError
+from ckpt_tool.storage.part_target import COMMIT_NAMES
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
 from ckpt_tool.storage.urls import check_path, join_url
@@ -27,9 +28,6 @@ HELD_BYTES = 64 << 20
 MIN_BLOCK_BYTES = 16 << 20
 MAX_PARTS = 10_000
 """Parts of one multipart upload (S3)."""
-
-# Files that make a folder a checkpoint in one format or another: gone first when an old target is replaced.
-_COMMIT_NAMES = (".metadata", "index.json", "metadata.json", "latest", "latest_checkpointed_iteration.txt")
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +60,7 @@ class StreamTarget:
 
     is_sequential = True
     is_resumed = False
-    journal_path: str | None = None
+    journal = None
 
     def __init__(self, url: str, *, overwrite: bool, single_file: bool) -> None:
         self.url = shown(url)
@@ -106,6 +104,10 @@ class StreamTarget:
         elif nbytes == 0:
             self._open(upload)
             self._complete(upload)
+
+    def start_of(self, path: str) -> int:  # noqa: ARG002 - of every file
+        """0: nothing outlives the process."""
+        return 0
 
     def write(self, path: str, offset: int, buffer: bytes | bytearray | memoryview) -> None:
         """Append ``buffer``, which must begin where the file ends now; the last byte completes the upload.
@@ -218,7 +220,7 @@ class StreamTarget:
 
     def _delete_old(self) -> None:
         """Delete the old target, first what makes it a checkpoint."""
-        first = [key for key in self._old if key.endswith(_COMMIT_NAMES)]
+        first = [key for key in self._old if key.endswith(COMMIT_NAMES)]
         rest = sorted(set(self._old) - set(first))
         self._old = []
         for key in [*first, *rest]:

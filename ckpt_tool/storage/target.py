@@ -11,11 +11,25 @@ from typing import Protocol
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
-from ckpt_tool.storage.urls import is_local
+from ckpt_tool.storage.part_target import PartTarget
+from ckpt_tool.storage.parts import Bytes, PartPlace
+from ckpt_tool.storage.urls import is_local, scheme_of
 
-__all__ = ["JOURNAL_NAME", "MARKER_NAME", "Bytes", "LocalTarget", "Target", "open_target"]
+__all__ = ["JOURNAL_NAME", "MARKER_NAME", "Bytes", "LocalTarget", "Log", "Target", "open_target"]
 
-Bytes = bytes | bytearray | memoryview
+DEFAULT_MEMORY_BYTES = 512 << 20
+
+
+class Log(Protocol):
+    """Bytes that are added to, and outlive the process."""
+
+    def read(self) -> bytes:
+        """All that was appended; nothing at first."""
+        ...
+
+    def append(self, data: bytes) -> None:
+        """Add ``data`` and wait until it is durable."""
+        ...
 
 
 class Target(Protocol):
@@ -30,13 +44,23 @@ class Target(Protocol):
     """Whether each file must be written front to back, every byte of it once."""
     is_resumed: bool
     """Whether files of an interrupted run are there to be continued."""
-    journal_path: str | None
-    """Where a journal for resuming belongs, a local path; removed by ``commit``. None where nothing can be resumed."""
+
+    @property
+    def journal(self) -> Log | None:
+        """Where a journal for resuming belongs; removed by ``commit``. None where nothing can be resumed."""
+        ...
 
     def create(self, path: str, nbytes: int, *, is_last: bool = False) -> None:
         """Make a file of ``nbytes``; unwritten bytes are zero where ``is_sequential`` is false.
 
         ``is_last`` marks the one file whose presence makes the target a checkpoint: it becomes visible in ``commit``.
+        """
+        ...
+
+    def start_of(self, path: str) -> int:
+        """Bytes at the beginning of a created file that an interrupted run has written for good.
+
+        Only a sequential target knows; 0 elsewhere.
         """
         ...
 
@@ -72,16 +96,18 @@ def open_target(
     resume: bool,
     durable: bool,
     single_file: bool,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
 ) -> Target:
     """A target that may be written to.
 
     Args:
         url: the final name, a path or a URL.
-        overwrite: replace what is there under that name, once the new one is complete (local) or from the first file
-            on (remote).
-        resume: continue an interrupted run; local only.
+        overwrite: replace what is there under that name, once the new one is complete (local, HDFS), once all its
+            bytes are there (S3), or from the first file on (other remote storage).
+        resume: continue an interrupted run; local, S3 and HDFS only.
         durable: wait until bytes are on the device before the final name appears; local only.
         single_file: the final name is that of one file.
+        memory_bytes: what buffers of a remote target may take.
 
     Raises:
         TargetExists: something is there, and nothing was said about it.
@@ -90,9 +116,23 @@ def open_target(
     text = os.fspath(url)
     if is_local(text):
         return LocalTarget(text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file)
+    place = _part_place(text, single_file=single_file)
+    if place is not None:
+        return PartTarget(place, overwrite=overwrite, resume=resume, single_file=single_file, memory_bytes=memory_bytes)
     from ckpt_tool.storage.stream_target import StreamTarget  # fsspec costs 80 ms of start-up
 
     if resume:
         hint = 'start anew with "--overwrite"'
-        raise UsageError("a run to remote storage cannot be resumed, its parts are gone", where=text, hint=hint)
+        raise UsageError("a run to this storage cannot be resumed, its parts are gone", where=text, hint=hint)
     return StreamTarget(text, overwrite=overwrite, single_file=single_file)
+
+
+def _part_place(url: str, *, single_file: bool) -> PartPlace | None:
+    """The place of a URL whose storage takes parts, None for others."""
+    match scheme_of(url):
+        case "s3" | "s3a":
+            from ckpt_tool.storage.s3.place import S3Place
+
+            return S3Place(url, single_file=single_file)
+        case _:
+            return None

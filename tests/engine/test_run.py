@@ -27,7 +27,7 @@ from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, Tens
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, TensorTable
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
-from ckpt_tool.storage.target import open_target
+from ckpt_tool.storage.target import LocalTarget, open_target
 from tests.strategies import partitions, shapes
 from tests.synthetic import layout_of, limits, make_source, make_target
 
@@ -218,7 +218,7 @@ from ckpt_tool.engine.base import EngineOptions, Progress
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.storage.recording import MemoryStore
-from ckpt_tool.storage.target import open_target
+from ckpt_tool.storage.target import LocalTarget, open_target
 from tests.synthetic import layout_of, limits, make_source, make_target
 folder, kill_at, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
 array = np.arange(4000, dtype=np.float32).reshape(100, 40)
@@ -265,8 +265,7 @@ def test_resume_refuses_another_plan(tmp_path: Path) -> None:
     source = make_source({"w": array}, {"w": [Box.whole((12,))]})
     target = make_target(source.manifest, {"w": [Box.whole((12,))]})
     plan = make_plan(source.manifest, target, limits=limits())
-    first = open_target(str(tmp_path / "out"), overwrite=False, resume=False, durable=True, single_file=False)
-    assert first.journal_path is not None
+    first = LocalTarget(str(tmp_path / "out"), overwrite=False, resume=False, durable=True, single_file=False)
     Path(first.journal_path).write_text(json.dumps({"version": 1, "plan": "0" * 16}) + "\n")
     first.abandon()
     again = open_target(str(tmp_path / "out"), overwrite=False, resume=True, durable=True, single_file=False)

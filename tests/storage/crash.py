@@ -30,7 +30,7 @@ def write_new(final: str, *, overwrite: bool, resume: bool = False) -> None:
         target.create(path, len(data), is_last=path == ".metadata")
         target.write(path, 0, data)
         target.flush()
-        with open(target.journal_path or "", "a") as journal:
+        with open(target.journal_path, "a") as journal:
             journal.write(path)
     target.commit(".metadata")
 

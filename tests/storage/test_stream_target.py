@@ -39,7 +39,7 @@ def files(url: str) -> dict[str, bytes]:
 def test_last_file_comes_last(url: str) -> None:
     """All files are there before commit except the one that makes them a checkpoint."""
     target = open_target(url, **OPTIONS)
-    assert (target.is_sequential, target.journal_path, target.free_bytes()) == (True, None, None)
+    assert (target.is_sequential, target.journal, target.free_bytes()) == (True, None, None)
     target.create(".metadata", 6, is_last=True)
     target.create("sub/a.bin", 10)
     target.create("empty", 0)

@@ -22,7 +22,7 @@ from ckpt_tool.storage.s3.credentials import read_settings
 from ckpt_tool.storage.s3.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 from ckpt_tool.storage.traffic import Traffic, current_traffic
 
-__all__ = ["Page", "S3Client", "S3Object", "split_s3_url"]
+__all__ = ["Page", "S3Client", "S3Object", "parsed_xml", "split_s3_url", "xml_text"]
 
 _NO_STATUS: frozenset[int] = frozenset()
 _TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)$")
@@ -80,10 +80,10 @@ class S3Client:
             tree = self._listed(query)
             yield Page(
                 tuple(_object(node) for node in tree.iter("Contents")),
-                tuple(unquote(_text(node, "Prefix").replace("+", " ")) for node in tree.iter("CommonPrefixes")),
+                tuple(unquote(xml_text(node, "Prefix").replace("+", " ")) for node in tree.iter("CommonPrefixes")),
             )
-            token = _text(tree, "NextContinuationToken")
-            if _text(tree, "IsTruncated") != "true" or not token:
+            token = xml_text(tree, "NextContinuationToken")
+            if xml_text(tree, "IsTruncated") != "true" or not token:
                 return
             query["continuation-token"] = token
 
@@ -140,18 +140,25 @@ class S3Client:
         headers: Mapping[str, str] | None = None,
         body: bytes | bytearray | memoryview = b"",
         allowed: frozenset[int] = _NO_STATUS,
+        checks_body: bool = False,
     ) -> Response:
         """One request, tried again while that may help.
+
+        With ``checks_body`` a success whose body is an error counts as that error: S3 begins to answer some requests
+        before it knows how they end.
 
         Raises:
             NotFound: no such key, upload or bucket, unless 404 is ``allowed``.
             StorageError: another status than a success or one of ``allowed``.
         """
-        return retried(
-            lambda: self._send(method, key, query=query, headers=headers, body=body, allowed=allowed),
-            where=self.url_of(key),
-            on_retry=self.traffic.note_retry,
-        )
+
+        def ask() -> Response:
+            answer = self._send(method, key, query=query, headers=headers, body=body, allowed=allowed)
+            if checks_body and answer.status == 200 and b"<Error>" in answer.data:
+                raise _failure(replace(answer, status=500))
+            return answer
+
+        return retried(ask, where=self.url_of(key), on_retry=self.traffic.note_retry)
 
     def url_of(self, key: str) -> str:
         """How messages name a key."""
@@ -165,7 +172,7 @@ class S3Client:
         def ask() -> ET.Element:
             answer = self._send("GET", "", query=query)
             try:
-                return _parsed(answer.data)
+                return parsed_xml(answer.data)
             except ET.ParseError as error:  # an answer that was cut, where nobody said how long it is
                 raise ShortAnswerError(f"the listing is no XML: {error}") from error
 
@@ -230,8 +237,8 @@ def _failure(answer: Response) -> Exception:
     code, message = answer.headers.get("x-amz-error-code", ""), ""
     if answer.data.lstrip()[:1] == b"<":
         try:
-            tree = _parsed(answer.data)
-            code, message = _text(tree, "Code"), _text(tree, "Message")
+            tree = parsed_xml(answer.data)
+            code, message = xml_text(tree, "Code"), xml_text(tree, "Message")
         except ET.ParseError:  # a page of some proxy
             pass
     if code == "NoSuchBucket":
@@ -255,7 +262,7 @@ def _total(headers: Mapping[str, str]) -> int | None:
     return int(match[1]) if match else None
 
 
-def _parsed(data: bytes) -> ET.Element:
+def parsed_xml(data: bytes) -> ET.Element:
     """An XML document with its namespaces taken off, which servers spell differently."""
     tree = ET.fromstring(data)  # noqa: S314 - see the import
     for node in tree.iter():
@@ -263,14 +270,15 @@ def _parsed(data: bytes) -> ET.Element:
     return tree
 
 
-def _text(node: ET.Element, name: str) -> str:
+def xml_text(node: ET.Element, name: str) -> str:
+    """Text of a child, empty where there is none."""
     return node.findtext(name) or ""
 
 
 def _object(node: ET.Element) -> S3Object:
-    when = _text(node, "LastModified")
+    when = xml_text(node, "LastModified")
     try:
         modified = datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp() if when else None
     except ValueError:
         modified = None
-    return S3Object(unquote(_text(node, "Key").replace("+", " ")), int(_text(node, "Size") or 0), modified)
+    return S3Object(unquote(xml_text(node, "Key").replace("+", " ")), int(xml_text(node, "Size") or 0), modified)

@@ -1,0 +1,268 @@
+"""A part target writes files front to back into a place that takes parts, and can go on after it was killed.
+
+States: marked (the marker file says that this is unfinished) -> parts -> all parts there -> the old target gone ->
+joining (the marker says so) -> joined and measured -> the file that makes it a checkpoint -> the marker gone. Until the
+last but one nothing reads as a checkpoint. Knows nothing of what the files mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
+from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
+from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads
+from ckpt_tool.storage.parts import Begun, Bytes, PartPlace
+from ckpt_tool.storage.urls import check_path, join_url
+
+__all__ = ["COMMIT_NAMES", "PartTarget"]
+
+HELD_BYTES = 64 << 20
+"""A last file up to this size is held back in memory and written at once; a larger one is joined last."""
+
+# Files that make a folder a checkpoint in one format or another: gone first when an old target is replaced.
+COMMIT_NAMES = (".metadata", "index.json", "metadata.json", "latest", "latest_checkpointed_iteration.txt")
+
+_WRITING = b"Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or with --overwrite.\n"
+_JOINING = b"Unfinished output of ckpt, all bytes are there: run the same command with --resume.\n"
+_HINT = 'the same command with "--resume" goes on where this one stopped'
+
+
+class PartTarget:
+    """A folder, or with ``single_file`` one file.
+
+    Args:
+        place: where parts go.
+        overwrite: replace what is under the final name, once all bytes of the new target are there.
+        resume: go on with an unfinished target.
+        single_file: the final name is that of one file; exactly one may be created.
+        memory_bytes: what part buffers may take together.
+
+    Raises:
+        TargetExists: something is there, and nothing was said about it, or another process has just begun.
+        UsageError: a whole bucket to be overwritten.
+    """
+
+    is_sequential = True
+
+    def __init__(
+        self, place: PartPlace, *, overwrite: bool, resume: bool, single_file: bool, memory_bytes: int
+    ) -> None:
+        self.url = place.url
+        self._place = place
+        self._overwrite = overwrite
+        self._single_file = single_file
+        self._files: dict[str, PartFile] = {}
+        self._lock = threading.Lock()
+        self._uploads = PartUploads(place, memory_bytes=memory_bytes)
+        self._old = list(place.old_files())
+        self._found = place.files()
+        marker = place.get(MARKER_NAME) if MARKER_NAME in self._found else None
+        self.is_resumed = marker is not None and resume
+        self._is_joining = self.is_resumed and marker == _JOINING
+        if self._is_joining and not place.is_named_last:
+            self._old = []  # what is there is what this target has joined
+        self._check(is_unfinished=marker is not None, resume=resume)
+        self.journal = _RemoteLog(place, [path for path in sorted(self._found) if path.startswith(f"{JOURNAL_NAME}/")])
+        self._begun: dict[str, Begun] = place.begun() if marker is not None else {}
+        if not (self.is_resumed and self.journal.read()):
+            self._forget()
+        if marker is None:
+            if not place.put(MARKER_NAME, _WRITING, is_new=True):
+                raise TargetExists("another process has just started to write", where=self.url)
+        elif not self._is_joining:
+            place.put(MARKER_NAME, _WRITING)
+
+    def create(self, path: str, nbytes: int, *, is_last: bool = False) -> None:
+        """Announce a file of ``nbytes``; what an earlier run has sent of it counts as written, see ``start_of``.
+
+        Raises:
+            FormatError: the path leaves the target.
+            StorageError: announced twice.
+        """
+        check_path(path, root=self.url)
+        name, where = ("", self.url) if self._single_file else (path, join_url(self.url, path))
+        with self._lock:
+            if path in self._files:
+                raise StorageError("created twice", where=where)
+            if self._single_file and self._files:
+                raise UsageError(f"expected one file, got {path!r} beside {next(iter(self._files))!r}", where=self.url)
+            file = self._files[path] = PartFile(name, where, nbytes, is_last=is_last or self._single_file)
+        if file.is_last and nbytes <= HELD_BYTES and not self._single_file:
+            file.held = bytearray()
+        elif self._is_joining and self._found.get(name) == nbytes:
+            file.is_joined = True
+            file.start = file.position = nbytes
+        elif name in self._begun:
+            file.take_up(self._begun.pop(name))
+
+    def start_of(self, path: str) -> int:
+        """Bytes of a created file that need not be written again."""
+        return self._files[path].start
+
+    def write(self, path: str, offset: int, buffer: Bytes) -> None:
+        """Append ``buffer``, which must begin where the file ends now; full parts leave in the background.
+
+        Raises:
+            StorageError: not created, out of order, beyond the announced size, or a part was refused.
+            UsageError: so many files are under way that their parts do not fit the memory.
+        """
+        file = self._files.get(path)
+        if file is None:
+            raise StorageError("written to before it was created", where=join_url(self.url, path))
+        view = memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"")
+        end = offset + len(view)
+        if offset != file.position:
+            message = f"remote files are written front to back: expected offset {file.position:,}, got {offset:,}"
+            raise StorageError(message, where=file.where)
+        if end > file.nbytes:
+            message = f"a write from {offset:,} to {end:,} does not fit the {file.nbytes:,} bytes of the file"
+            raise StorageError(message, where=file.where)
+        if file.held is not None:
+            file.held += view
+            file.position = end
+            return
+        with _resumable():
+            self._uploads.append(file, view, n_files=len(self._files))
+
+    def writev(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Append ``buffers`` one after another."""
+        for buffer in buffers:
+            self.write(path, offset, buffer)
+            offset += memoryview(buffer).nbytes
+
+    def flush(self) -> None:
+        """Wait until all parts that were full are in the storage."""
+        with _resumable():
+            self._uploads.flush()
+
+    def free_bytes(self) -> int | None:
+        """None: such storage does not tell."""
+        return None
+
+    def commit(self, last_path: str | None) -> None:
+        """Join all files, see that they are whole, and make the target a checkpoint.
+
+        Raises:
+            StorageError: a file is missing bytes, ``last_path`` was not created with ``is_last``, or refused.
+            TargetExists: another process has made a checkpoint of that name in the meantime.
+        """
+        last = [file for file in self._files.values() if file.is_last]
+        if last_path is not None and not any(file is self._files.get(last_path) for file in last):
+            message = f"the file that makes it a checkpoint, {last_path!r}, was not created as the last one"
+            raise StorageError(message, where=self.url)
+        for file in self._files.values():
+            if file.position != file.nbytes:
+                message = f"expected {file.nbytes:,} bytes before the commit, got {file.position:,}"
+                raise StorageError(message, where=file.where)
+        with _resumable():
+            self._uploads.flush()
+            if not (self._single_file or self._place.is_named_last):
+                self._delete_old()
+            if not self._is_joining:
+                self._place.put(MARKER_NAME, _JOINING)
+            others = [file for file in self._files.values() if not (file.is_last or file.is_joined)]
+            fetch_all(lambda file: self._uploads.join(file, is_new=False), others, concurrency=N_UPLOADS)
+            self._measure()
+            is_new = not (self._single_file and self._overwrite)
+            for file in last:
+                if not (file.is_joined or self._uploads.join(file, is_new=is_new)):
+                    raise TargetExists("another process has written a checkpoint of this name", where=self.url)
+            self.journal.delete(keep=1)  # its first line still tells whose target it is, should this be the end
+            self._place.delete(MARKER_NAME)
+            self.journal.delete()
+            self._place.finish(replace=self._overwrite)
+        self._uploads.stop()
+        self._place.close()
+
+    def abandon(self, *, discard: bool = False) -> None:
+        """Stop; the parts stay for ``resume`` unless ``discard``."""
+        self._uploads.stop()
+        if discard:
+            for file in self._files.values():
+                if file.token is not None and not file.is_joined:
+                    self._begun[file.path] = Begun(file.token)
+            with suppress(CkptError):
+                self._forget()
+                self._place.delete(MARKER_NAME)
+        self._place.close()
+
+    def _check(self, *, is_unfinished: bool, resume: bool) -> None:
+        """Raise when what is there must not be touched."""
+        if is_unfinished and not (resume or self._overwrite):
+            hint = 'continue it with "--resume", or start anew with "--overwrite"'
+            raise TargetExists("an earlier run was interrupted here", where=self.url, hint=hint)
+        if self._single_file and any(self._old):
+            raise TargetExists("is a folder, expected to write a file", where=self.url, hint="name the file in it")
+        if not self._single_file and "" in self._old:
+            raise TargetExists("is a file, expected to write a folder", where=self.url, hint="choose another name")
+        if self._old and not self._overwrite:
+            hint = 'choose another name, or replace it with "--overwrite" (it stays until the new bytes are all there)'
+            raise TargetExists(f"is there already, with {len(self._old):,} files", where=self.url, hint=hint)
+
+    def _forget(self) -> None:
+        """Let go of what an earlier run has left."""
+        for path, begun in self._begun.items():
+            self._place.drop(path, begun.token)
+        self._begun = {}
+        self._is_joining = False
+        self.journal.delete()
+
+    def _measure(self) -> None:
+        """Raise when the storage does not have every joined file in its full size."""
+        found = self._place.files()
+        for file in self._files.values():
+            if not file.is_last and found.get(file.path) != file.nbytes:
+                got = found.get(file.path)
+                message = (
+                    f"expected {file.nbytes:,} bytes after joining the parts, got {'none' if got is None else got}"
+                )
+                raise StorageError(message, where=file.where)
+
+    def _delete_old(self) -> None:
+        """Delete the old target, first what makes it a checkpoint."""
+        first = [path for path in self._old if path.endswith(COMMIT_NAMES)]
+        for path in first:
+            self._place.delete(path)
+        rest = sorted(set(self._old) - set(first))
+        fetch_all(self._place.delete, rest, concurrency=N_UPLOADS)
+        self._old = []
+
+
+class _RemoteLog:
+    """A log in files of their own, for storage that does not append."""
+
+    def __init__(self, place: PartPlace, paths: Sequence[str]) -> None:
+        self._place = place
+        self._paths = list(paths)
+
+    def read(self) -> bytes:
+        """All that was appended; nothing at first."""
+        found = fetch_all(self._place.get, self._paths, concurrency=N_UPLOADS)
+        return b"".join(data or b"" for data in found)
+
+    def append(self, data: bytes) -> None:
+        """Add ``data``, which is durable then."""
+        number = int(self._paths[-1].rpartition("/")[2]) + 1 if self._paths else 0
+        path = f"{JOURNAL_NAME}/{number:08d}"
+        self._place.put(path, data)
+        self._paths.append(path)
+
+    def delete(self, *, keep: int = 0) -> None:
+        """Begin anew, or with ``keep`` after the first so many additions."""
+        for path in self._paths[keep:]:
+            self._place.delete(path)
+        self._paths = self._paths[:keep]
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """A block whose storage errors say how to go on."""
+    try:
+        yield
+    except StorageError as error:
+        error.hint = error.hint or _HINT
+        raise
