@@ -111,7 +111,8 @@ class Conversion:
     @property
     def peak_memory_bytes(self) -> int:
         """Most bytes that the buffers of a run will use."""
-        return _buffer_bytes(self.plan, self.execution.n_workers)
+        ahead = min(self.checkpoint.store.cost.read_ahead_bytes, self.execution.memory_budget_bytes // 4)
+        return _buffer_bytes(self.plan, self.execution.n_workers) + ahead
 
     def summary(self) -> dict[str, Any]:
         """Schema 1, JSON-able: what will be done: formats, mesh, bytes, requests, memory, casts, drops, notes."""

@@ -6,7 +6,8 @@ planner need not know of memory. Knows no torch: memory is what has an array of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,11 @@ from ckpt_tool.plan.model import Plan
 from ckpt_tool.storage.store import Store
 
 __all__ = ["Filler", "Landing", "Memory", "PieceTaker", "box_rows", "packed_nbytes", "put_piece", "rank_manifest"]
+
+
+_AHEAD_BYTES = 32 << 20
+_AHEAD_REQUESTS = 4
+"""Of each filler: several share a rank's storage."""
 
 
 class Memory(Protocol):
@@ -124,12 +130,17 @@ class Filler:
         """Bytes read so far."""
         return self._reader.read_nbytes
 
+    def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """A block in which these units are filled in this order; slow storage is asked before."""
+        tiles = self._plan.tiles.of_units(units)
+        return self._reader.ahead(tiles, max_bytes=_AHEAD_BYTES, concurrency=_AHEAD_REQUESTS)
+
     def run_unit(self, unit: int, progress: Any) -> UnitRecord:
         """Fill from all tiles of a unit; ``progress`` gets the bytes of each tile."""
-        first, last = self._plan.tiles.unit_bounds[unit : unit + 2].tolist()
-        for tile in range(first, last):
-            self.fill(tile)
-            progress(int(self._plan.tiles.nbytes[tile]))
+        with self.ahead([unit]):
+            for tile in self._plan.tiles.of_units([unit]):
+                self.fill(tile)
+                progress(int(self._plan.tiles.nbytes[tile]))
         return UnitRecord(unit, (), ())
 
     def fill(self, tile: int) -> None:

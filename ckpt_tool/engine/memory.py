@@ -17,6 +17,8 @@ from ckpt_tool.storage.store import Store
 
 __all__ = ["read_boxes"]
 
+_AHEAD_BYTES = 64 << 20
+
 
 class _ArraySink:
     """Byte arrays by path, filled in place."""
@@ -51,9 +53,11 @@ def read_boxes(
     target = Manifest("memory", "memory", tensors, ChunkTable.from_records(chunks, tensors, files), files)
     sink = _ArraySink(files)
     plan = make_plan(manifest, target, limits=limits)
-    worker = Worker(plan, store, sink, with_crc32=False)
-    for unit in range(plan.tiles.n_units):
-        worker.run_unit(unit, lambda _nbytes: None)
+    worker = Worker(plan, store, sink, with_crc32=False, ahead_bytes=_AHEAD_BYTES)
+    units = range(plan.tiles.n_units)
+    with worker.ahead(units):
+        for unit in units:
+            worker.run_unit(unit, lambda _nbytes: None)
     return [
         sink.arrays[str(number)].view(record.dtype.as_numpy()).reshape(box.sizes)
         for number, ((_, box), record) in enumerate(zip(boxes, records, strict=True))

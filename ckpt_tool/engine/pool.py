@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ckpt_tool.engine.journal import UnitRecord
@@ -17,6 +18,10 @@ __all__ = ["UnitWorker", "run_units"]
 
 class UnitWorker(Protocol):
     """Executes units, one at a time."""
+
+    def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """A block in which these units are executed in this order."""
+        ...
 
     def run_unit(self, unit: int, progress: Callable[[int], None]) -> UnitRecord:
         """Execute one unit; ``progress`` gets the bytes written, as they are."""
@@ -73,8 +78,9 @@ def run_units(
 
 
 def _run_in_order(units: Sequence[int], worker: UnitWorker) -> Iterator[int | UnitRecord]:
-    for unit in units:
-        written: list[int] = []
-        record = worker.run_unit(unit, written.append)
-        yield from written
-        yield record
+    with worker.ahead(units):
+        for unit in units:
+            written: list[int] = []
+            record = worker.run_unit(unit, written.append)
+            yield from written
+            yield record

@@ -92,9 +92,13 @@ def _run(
     unflushed: list[UnitRecord] = []
     unflushed_nbytes = 0
     n_workers = 1 if target.is_sequential else options.n_workers
+    ahead_bytes = options.memory_budget_bytes // 4 // n_workers
 
     def make_worker() -> Worker:
-        return Worker(plan, store, sink, with_crc32=layout.needs_crc32, digests=digests)
+        return Worker(
+            plan, store, sink, with_crc32=layout.needs_crc32, digests=digests, ahead_bytes=ahead_bytes,
+            n_workers=n_workers,
+        )  # fmt: skip
 
     for event in run_units(todo, make_worker, n_workers=n_workers):
         if isinstance(event, int):

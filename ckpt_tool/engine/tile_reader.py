@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import numpy.typing as npt
 from ckpt_tool.engine.elements import apply_flags, bit_dtype
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.plan.model import Pieces, Tiles
+from ckpt_tool.storage.read_ahead import ReadAhead
 from ckpt_tool.storage.store import Store
 
 __all__ = ["Buffer", "TileReader", "piece_slices"]
@@ -47,6 +50,7 @@ class TileReader:
         self._tiles = tiles
         self._reads = reads
         self._store = store
+        self._ahead: ReadAhead | None = None
         self._tile = Buffer()
         self.scratch = Buffer()
         """Holds one piece while a tile is read, and nothing between two calls."""
@@ -68,6 +72,31 @@ class TileReader:
         for row in range(int(self._reads.starts[tile]), int(self._reads.starts[tile + 1])):
             self._read_piece(row, buffer, elements)
         return elements
+
+    @contextmanager
+    def ahead(self, tiles: Iterable[int], *, max_bytes: int, concurrency: int) -> Iterator[None]:
+        """A block in which ``tiles`` will be read in this order, and are fetched before they are asked for.
+
+        Nested blocks change nothing; nor does any where the storage answers at once.
+        """
+        if self._ahead is not None or not max_bytes or not self._store.cost.read_ahead_bytes:
+            yield
+            return
+        ranges = (r for tile in tiles for r in self._ranges(tile))
+        self._ahead = ReadAhead(self._store, ranges, max_bytes=max_bytes, concurrency=concurrency)
+        try:
+            yield
+        finally:
+            self._ahead.close()
+            self._ahead = None
+
+    def _ranges(self, tile: int) -> Iterator[FileRange]:
+        """What reading a tile asks of the storage, but for pieces that are gathered from many places."""
+        reads = self._reads
+        for row in range(int(reads.starts[tile]), int(reads.starts[tile + 1])):
+            length = int(reads.length[row])
+            if length and (reads.is_contiguous[row] or self._is_one_read(row, self._strided(row)[1])):
+                yield FileRange(self._source.files.paths[reads.file[row]], int(reads.file_offset[row]), length)
 
     def _read_piece(self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any]) -> None:
         """Put one source piece into the tile."""
@@ -94,33 +123,41 @@ class TileReader:
         elements[piece_slices(self._tiles, reads, row)] = packed.reshape(reads.sizes[row])
 
     def _fetch(self, path: str, offset: int, buffer: memoryview) -> None:
-        self._store.read_into(path, offset, buffer)
+        (self._ahead or self._store).read_into(path, offset, buffer)
         self.read_nbytes += buffer.nbytes
 
     def _read_strided(self, row: int, element: np.dtype[Any]) -> npt.NDArray[Any]:
         """The elements of a piece that is not one run of its file, of its sizes or packed."""
-        reads, chunks = self._reads, self._source.chunks
-        chunk = int(reads.chunk[row])
-        sizes = reads.sizes[row].tolist()
-        width = chunks.sizes.shape[1]
-        chunk_sizes = chunks.sizes[chunk].tolist() + [1] * (len(sizes) - width)
-        strides = contiguous_strides(chunk_sizes)
-        if chunks.strides is not None:
-            strides = tuple(chunks.strides[chunk].tolist() + [1] * (len(sizes) - width))
-        strides = strides[: len(sizes)]
-        path = self._source.files.paths[reads.file[row]]
-        offset, span = int(reads.file_offset[row]), int(reads.length[row])
-        runs = byte_runs(Box((0,) * len(sizes), tuple(sizes)), strides, element.itemsize * 8)
-        needed = runs.n_runs * runs.nbytes
-        cost = self._store.cost
-        is_one_read = span <= cost.max_read_bytes and _largest_gap(runs) <= cost.max_gap_bytes
-        if is_one_read or span <= max(_SPAN_BYTES_ALWAYS_READ, 2 * needed):
+        strides, runs = self._strided(row)
+        path = self._source.files.paths[self._reads.file[row]]
+        offset, span = int(self._reads.file_offset[row]), int(self._reads.length[row])
+        if self._is_one_read(row, runs):
             buffer = self._span.take(span)
             self._fetch(path, offset, buffer.data)
             steps = tuple(stride * element.itemsize for stride in strides)
-            view: npt.NDArray[Any] = np.ndarray(tuple(sizes), element, buffer.data, 0, steps)
+            sizes = tuple(self._reads.sizes[row].tolist())
+            view: npt.NDArray[Any] = np.ndarray(sizes, element, buffer.data, 0, steps)
             return view
         return self._gather(path, offset, runs).view(element)
+
+    def _strided(self, row: int) -> tuple[tuple[int, ...], ByteRuns]:
+        """Strides, in elements, of a piece that is not one run of its file, and its runs from the piece's start."""
+        reads, chunks = self._reads, self._source.chunks
+        chunk = int(reads.chunk[row])
+        sizes = reads.sizes[row].tolist()
+        padding = [1] * (len(sizes) - chunks.sizes.shape[1])
+        strides = contiguous_strides(chunks.sizes[chunk].tolist() + padding)
+        if chunks.strides is not None:
+            strides = tuple(chunks.strides[chunk].tolist() + padding)
+        strides = strides[: len(sizes)]
+        dtype = self._source.tensors.dtypes[int(self._tiles.tensor[reads.tile[row]])]
+        return strides, byte_runs(Box((0,) * len(sizes), tuple(sizes)), strides, bit_dtype(dtype).itemsize * 8)
+
+    def _is_one_read(self, row: int, runs: ByteRuns) -> bool:
+        """Whether the whole span of a strided piece is read, gaps and all."""
+        cost, span = self._store.cost, int(self._reads.length[row])
+        is_cheap = span <= cost.max_read_bytes and _largest_gap(runs) <= cost.max_gap_bytes
+        return is_cheap or span <= max(_SPAN_BYTES_ALWAYS_READ, 2 * runs.n_runs * runs.nbytes)
 
     def _gather(self, path: str, offset: int, runs: ByteRuns) -> npt.NDArray[np.uint8]:
         """uint8[n_runs * nbytes]: the runs laid end to end, read in as few requests as the store's cost says."""

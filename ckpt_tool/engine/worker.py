@@ -5,7 +5,8 @@ Each worker owns its buffers and reuses them: fresh large buffers cost page faul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,10 +33,21 @@ class PieceSink(Protocol):
 
 
 class Worker:
-    """Executes tiles of one plan, one at a time."""
+    """Executes tiles of one plan, one at a time.
+
+    ``ahead_bytes`` may be fetched before they are needed; ``n_workers`` share the requests that the storage likes.
+    """
 
     def __init__(
-        self, plan: Plan, store: Store, sink: PieceSink, *, with_crc32: bool, digests: TileDigests | None = None
+        self,
+        plan: Plan,
+        store: Store,
+        sink: PieceSink,
+        *,
+        with_crc32: bool,
+        digests: TileDigests | None = None,
+        ahead_bytes: int = 0,
+        n_workers: int = 1,
     ) -> None:
         self._plan = plan
         self._store = store
@@ -43,18 +55,25 @@ class Worker:
         self._with_crc32 = with_crc32
         self._digests = digests
         self._unit: UnitDigests | None = None
+        self._ahead_bytes = min(ahead_bytes, store.cost.read_ahead_bytes)
+        self._concurrency = max(store.cost.concurrency // n_workers, 2)
         self._reader = TileReader(plan.source, plan.tiles, plan.reads, store)
         self._scratch = self._reader.scratch  # idle once a tile is read
         self._cast = Buffer()
 
+    def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """A block in which these units are executed in this order, without a pause in reading between them."""
+        tiles = self._plan.tiles.of_units(units)
+        return self._reader.ahead(tiles, max_bytes=self._ahead_bytes, concurrency=self._concurrency)
+
     def run_unit(self, unit: int, progress: Callable[[int], None]) -> UnitRecord:
         """Execute all tiles of a unit in order; ``progress`` gets the bytes written by each tile."""
-        first, last = self._plan.tiles.unit_bounds[unit : unit + 2].tolist()
         crcs: list[tuple[int, int]] = []
         casts: dict[str, CastEffect] = {}
         self._unit = None if self._digests is None else self._digests.unit()
-        for tile in range(first, last):
-            progress(self._run_tile(tile, crcs, casts))
+        with self.ahead([unit]):
+            for tile in self._plan.tiles.of_units([unit]):
+                progress(self._run_tile(tile, crcs, casts))
         sums = () if self._unit is None else self._unit.sums()
         return UnitRecord(unit, tuple(crcs), tuple(casts.items()), sums)
 

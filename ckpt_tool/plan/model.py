@@ -6,6 +6,7 @@ It is a value: it can be printed, saved, compared and executed by any engine. By
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +38,11 @@ class Tiles:
     def n_units(self) -> int:
         """Number of units: runs of tiles that are executed, journaled and resumed together."""
         return len(self.unit_bounds) - 1
+
+    def of_units(self, units: Iterable[int]) -> Iterator[int]:
+        """Tiles of some units, in the order of work."""
+        for unit in units:
+            yield from range(int(self.unit_bounds[unit]), int(self.unit_bounds[unit + 1]))
 
 
 @dataclass(frozen=True, eq=False)
