@@ -12,6 +12,7 @@ from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage import part_target
 from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.s3 import place
+from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.target import Target, open_target
 from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
 
@@ -187,7 +188,7 @@ class Died(BaseException):
 
 def dying_at(monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool) -> Callable[[], int]:
     """From now on the ``number``-th request is the last, sent or not; returns how many were made."""
-    real = place.S3Client._sent_once
+    real = S3Client._sent_once
     n = 0
 
     def sent(self: Any, *args: Any) -> Any:
@@ -200,7 +201,7 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool) -> 
             raise Died
         return answer
 
-    monkeypatch.setattr(place.S3Client, "_sent_once", sent)
+    monkeypatch.setattr(S3Client, "_sent_once", sent)
     return lambda: n
 
 
