@@ -1,7 +1,8 @@
-"""CRC-32 of byte ranges, and of ranges put together. Knows nothing of files.
+"""CRC-32 of byte ranges, and of ranges put together; CRC-32C. Knows nothing of files.
 
-The polynomial is the one of zlib, zip and gzip. ``isal`` (some ten times faster than many builds of zlib) is used where
-it is importable; the machines without a wheel of it fall back to zlib.
+The polynomial of CRC-32 is the one of zlib, zip and gzip, that of CRC-32C Castagnoli's (RFC 3720). ``isal`` (some ten
+times faster than many builds of zlib) is used for the former where it is importable; the machines without a wheel of it
+fall back to zlib.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["crc32", "crc32_combine"]
+__all__ = ["crc32", "crc32_combine", "crc32c"]
 
 _POLYNOMIAL = 0xEDB88320  # x^32 + ... in reflected order, the highest power is implied
+_CASTAGNOLI = 0x82F63B78
+_SHORT_BYTES = 2048
 _X0 = 1 << 31  # the polynomial 1 in reflected order
 
 
@@ -44,6 +47,63 @@ def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     return _multiply(_power_of_x8(second_nbytes), first) ^ second
 
 
+def crc32c(data: bytes) -> int:
+    """The CRC-32C (Castagnoli) of ``data``: some 100 MB/s, from rows of equal length that are taken side by side.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    crc = 0xFFFFFFFF
+    done = 0
+    if len(data) >= _SHORT_BYTES:
+        lane_nbytes = 1 << (len(data).bit_length() // 2)
+        done = len(data) // lane_nbytes * lane_nbytes
+        crc = _lanes_crc32c(data[:done], lane_nbytes) ^ 0xFFFFFFFF
+    entries = _table(_CASTAGNOLI)
+    for byte in data[done:]:
+        crc = entries[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def _lanes_crc32c(data: bytes, lane_nbytes: int) -> int:
+    """The CRC-32C of a whole number of lanes."""
+    import numpy as np
+
+    table = np.array(_table(_CASTAGNOLI), dtype=np.uint32)
+    lanes = np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8).reshape(-1, lane_nbytes).T)
+    value = np.full(lanes.shape[1], 0xFFFFFFFF, dtype=np.uint32)
+    for column in lanes:
+        value = table[(value ^ column) & 0xFF] ^ (value >> np.uint32(8))
+    crc, power = 0, _lane_power(lane_nbytes)
+    for lane in (value ^ np.uint32(0xFFFFFFFF)).tolist():
+        crc = _multiply(power, crc, _CASTAGNOLI) ^ lane
+    return crc
+
+
+@cache
+def _table(polynomial: int) -> tuple[int, ...]:
+    """What each byte adds to a CRC."""
+    entries = []
+    for byte in range(256):
+        value = byte
+        for _ in range(8):
+            value = (value >> 1) ^ (polynomial if value & 1 else 0)
+        entries.append(value)
+    return tuple(entries)
+
+
+@cache
+def _lane_power(nbytes: int) -> int:
+    """The polynomial x to the power of so many bytes' bits, for CRC-32C."""
+    power, base, exponent = _X0, _X0 >> 1, 8 * nbytes
+    while exponent:
+        if exponent & 1:
+            power = _multiply(power, base, _CASTAGNOLI)
+        base = _multiply(base, base, _CASTAGNOLI)
+        exponent >>= 1
+    return power
+
+
 @lru_cache(maxsize=1)
 def _implementation() -> Callable[[Buffer, int], int]:
     try:
@@ -54,8 +114,8 @@ def _implementation() -> Callable[[Buffer, int], int]:
     return function
 
 
-def _multiply(left: int, right: int) -> int:
-    """The product of two polynomials modulo the CRC polynomial, all in reflected bit order."""
+def _multiply(left: int, right: int, modulus: int = _POLYNOMIAL) -> int:
+    """The product of two polynomials modulo a CRC polynomial, all in reflected bit order."""
     product = 0
     bit = _X0
     while left:
@@ -63,7 +123,7 @@ def _multiply(left: int, right: int) -> int:
             product ^= right
             left ^= bit
         bit >>= 1
-        right = (right >> 1) ^ _POLYNOMIAL if right & 1 else right >> 1
+        right = (right >> 1) ^ modulus if right & 1 else right >> 1
     return product
 
 

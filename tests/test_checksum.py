@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt_tool.checksum import crc32, crc32_combine
+from ckpt_tool.checksum import crc32, crc32_combine, crc32c
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
@@ -49,3 +49,36 @@ def test_a_negative_length_is_refused() -> None:
     """It is a length."""
     with pytest.raises(ValueError, match="expected 0 or more, got -1"):
         crc32_combine(1, 2, -1)
+
+
+@given(st.binary(max_size=300))
+@example(bytes(range(256)) * 33)
+def test_castagnoli(data: bytes) -> None:
+    """CRC-32C bit by bit, as its polynomial says; long data goes in lanes."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    assert crc32c(data) == crc ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("nbytes", [2047, 2048, 2049, 65_537, 1_000_001])
+def test_lanes_join(nbytes: int) -> None:
+    """Whatever is left of a whole number of lanes."""
+    data = bytes(range(251)) * (nbytes // 251 + 1)
+    assert crc32c(data[:nbytes]) == _slow(data[:nbytes])
+
+
+def _slow(data: bytes) -> int:
+    """Without lanes: by a table."""
+    table = []
+    for byte in range(256):
+        value = byte
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 255] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF

@@ -7,12 +7,30 @@ from ckpt_tool.api.proofs import Proof, read, written
 __all__ = ["OTHERS"]
 
 
+_BELOW = {"orbax_zarr2": "/3", "orbax_zarr3": "/3", "orbax_plain": "/3", "orbax_files": "/3", "orbax_manager": "/3"}
+
+
 def _zoo(program: str, **checkpoints: str) -> tuple[Proof, ...]:
     """Proofs of reading checkpoints of the archive that they share."""
-    return read(program, **{what: f"zoo/checkpoints.tar.xz!{name}/ckpt" for what, name in checkpoints.items()})
+    folders = {what: f"zoo/checkpoints.tar.xz!{name}/ckpt{_BELOW.get(name, '')}" for what, name in checkpoints.items()}
+    return read(program, **folders)
 
 
 OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
+    "orbax": (
+        "Orbax (JAX): OCDBT or files, zarr 2 or 3",
+        (
+            *_zoo(
+                "orbax-checkpoint 0.12.8",
+                zarr_2_in_OCDBT="orbax_zarr2",
+                zarr_3_in_OCDBT="orbax_zarr3",
+                not_compressed="orbax_plain",
+                files="orbax_files",
+                items_of_a_manager="orbax_manager",
+            ),
+            *_zoo("tensorstore 0.1.86", shards_of_several_pieces="ocdbt_tall", nodes_not_compressed="ocdbt_raw"),
+        ),
+    ),
     "npz": (
         "NumPy's .npz",
         (

@@ -137,7 +137,7 @@ def _report(
         findings=sort_findings(findings),
         n_tensors=len(manifest.tensors),
         n_chunks=len(manifest.chunks),
-        n_files=len(manifest.files),
+        n_files=manifest.files.n_stored,
         checked_nbytes=checked_nbytes,
         covered_nbytes=covered_nbytes,
         seconds=time.perf_counter() - started,

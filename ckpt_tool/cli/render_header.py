@@ -63,7 +63,7 @@ def _writer(found: Inspection) -> str:
 def _counts(found: Inspection) -> str:
     n = len(found.manifest.tensors)
     of = "" if n == found.n_tensors_in_all else f" of {found.n_tensors_in_all:,}"
-    boxes, files = counted(len(found.manifest.chunks), "box"), counted(len(found.manifest.files), "file")
+    boxes, files = counted(len(found.manifest.chunks), "box"), counted(found.manifest.files.n_stored, "file")
     objects = f"; {counted(len(found.objects), 'other object')}" if found.objects else ""
     return f"{n:,}{of}, stored as {boxes} in {files}{objects}"
 

@@ -28,6 +28,11 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.megatron.dist_reader", "READER", r"(^|/)metadata\.json$|latest_checkpointed_iteration\.txt$"),
     ("ckpt_tool.formats.megatron.zarr_reader", "READER", r"/\.zarray$"),
     ("ckpt_tool.formats.megatron.rank_reader", "READER", r"(^|/)mp_rank_[\d_]+/model_optim_rng\.pt$"),
+    (
+        "ckpt_tool.formats.orbax.reader",
+        "READER",
+        r"(^|/)manifest\.ocdbt$|^_CHECKPOINT_METADATA$|^_METADATA$|^[^/]+/(\.zarray|zarr\.json)$",
+    ),
     ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),
     ("ckpt_tool.formats.torch_checkpointing.reader", "READER", r"^metadata\.pkl$|^[\w-]+_0\.pt$"),
     ("ckpt_tool.formats.dcp.reader", "READER", r"\.metadata$|\.distcp$"),

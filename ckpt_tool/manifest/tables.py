@@ -323,6 +323,11 @@ class FileTable:
         return {path: row for row, path in enumerate(self.paths)}
 
     @cached_property
+    def n_stored(self) -> int:
+        """Number of files on the storage: coded parts of one file count once."""
+        return len({e.path if e.part is None else e.part.path for e in self.entries})
+
+    @cached_property
     def nbytes(self) -> IntArray:
         """int64[n]: size of each file, -1 where unknown."""
         return np.array([e.nbytes for e in self.entries], dtype=np.int64)

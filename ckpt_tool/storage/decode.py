@@ -1,7 +1,9 @@
 """A decoded file is the content of a compressed part of a stored file, readable at any offset.
 
-Each part is decoded once, when it is first read, and kept: in memory within a budget, in a temporary file beyond it.
-Knows codecs, but no container: a manifest's file table says which bytes are compressed and how.
+Each part is decoded when it is first read, and kept: in memory within a budget, in a temporary file beyond it. When
+room is needed, contents of which as many bytes were read as they have are let go: a copy reads each byte once, so what
+was read through is not asked for again, and would be decoded again if it were. Knows no container: a manifest's file
+table says which bytes are coded and how.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ from __future__ import annotations
 import io
 import tempfile
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
-from ckpt_tool.errors import CkptError, FormatError, StorageError, Unsupported
+from ckpt_tool.errors import FormatError, StorageError
 from ckpt_tool.manifest.model import FileEntry, FileRange
+from ckpt_tool.storage.codecs import check_codec, content_blocks, deflated_limit, split_slice
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import join_url
@@ -25,10 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DecodedStore", "decoded_blocks", "open_files"]
 
-BLOCK_BYTES = 1 << 20
-"""Decoded bytes that are held beside the kept ones while a part is decoded."""
-MAX_DEFLATE_RATIO = 1032
-"""One length-distance pair of at least 2 bits yields 258 bytes at most (RFC 1951, 3.2.5)."""
+_MAX_CONTAINER_BYTES = 64 << 20
+"""A container of slices that is kept decoded, because others may lie in it; longer ones are decoded for each."""
 
 
 def open_files(store: Store, files: FileTable, memory_budget_bytes: int) -> Store:
@@ -51,24 +51,72 @@ def decoded_blocks(store: Store, part: FileRange, codec: str) -> Iterator[bytes]
         FormatError: the part is not one whole stream of that codec.
         Unsupported: an unknown codec.
     """
-    where = str(FileRange(join_url(store.url, part.path), part.offset, part.length))
-    if codec not in _DECODERS:
-        raise Unsupported(f"compressed with {codec}, expected {' or '.join(_DECODERS)}", where=where)
-    return _DECODERS[codec](_PartFile(store, part), where)
+    return content_blocks(_PartFile(store, part), codec, _place(store.url, part))
+
+
+def _place(url: str, part: FileRange) -> str:
+    return str(FileRange(join_url(url, part.path), part.offset, part.length))
 
 
 @dataclass(slots=True, eq=False)
 class _Content:
-    """Decoded bytes of one entry, once ``is_ready``: ``data``, or the spool file from ``spool_offset``."""
+    """Decoded bytes of one entry: ``data``, or ``spool_offset`` in the temporary file, or neither while not decoded."""
 
     entry: FileEntry
     part: FileRange
     nbytes: int
     """-1 until it is measured."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    is_ready: bool = False
+    """Held while it is decoded."""
     data: bytearray | None = None
-    spool_offset: int = 0
+    spool_offset: int = -1
+    read_nbytes: int = 0
+    """Bytes asked for since it was decoded."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its bytes are at hand."""
+        return self.data is not None or self.spool_offset >= 0
+
+    @property
+    def is_read_through(self) -> bool:
+        """Whether as many bytes were read as it has."""
+        return self.is_ready and self.read_nbytes >= self.nbytes
+
+
+@dataclass(slots=True)
+class _Spool:
+    """A temporary file whose room is used again. Not safe by itself: the store's lock is held."""
+
+    file: IO[bytes] | None = None
+    nbytes: int = 0
+    free: list[tuple[int, int]] = field(default_factory=list)
+    """(offset, length) of room that was given back, by offset."""
+
+    def take(self, nbytes: int) -> int:
+        """Where ``nbytes`` bytes may be written."""
+        for row, (offset, length) in enumerate(self.free):
+            if length >= nbytes:
+                self.free[row : row + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+                return offset
+        self.nbytes += nbytes
+        return self.nbytes - nbytes
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Room that is needed no more."""
+        joined: list[tuple[int, int]] = []
+        for start, length in sorted([*self.free, (offset, nbytes)]):
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            else:
+                joined.append((start, length))
+        self.free = joined
+
+    def opened(self) -> IO[bytes]:
+        """The file."""
+        if self.file is None:
+            self.file = tempfile.TemporaryFile(prefix="ckpt-decoded-")  # noqa: SIM115 - closed with the store
+        return self.file
 
 
 class DecodedStore:
@@ -87,8 +135,9 @@ class DecodedStore:
         self._contents = {entry.path: _Content(entry, self._checked(entry), entry.nbytes) for entry in entries}
         self._lock = threading.Lock()
         self._free_bytes = memory_budget_bytes
-        self._spool: IO[bytes] | None = None
-        self._spooled_bytes = 0
+        self._kept: dict[_Content, None] = {}  # contents that are ready, in the order in which they became so
+        self._spool = _Spool()
+        self._container: tuple[tuple[FileRange, str], bytes] | None = None
         self._is_closed = False
 
     def listing(self) -> Listing:
@@ -104,13 +153,18 @@ class DecodedStore:
             return self._inner.read(path, offset, length)
         self._measure(content)
         self._check_range(content, offset, length)
-        self._make_ready(content)
-        if content.data is not None:
-            return bytes(memoryview(content.data)[offset : offset + length])
-        with self._lock:
-            spool = self._open_spool()
-            spool.seek(content.spool_offset + offset)
-            return spool.read(length)
+        while True:
+            self._make_ready(content)
+            with self._lock:
+                if not content.is_ready:  # let go of by another thread in between
+                    continue
+                content.read_nbytes += length
+                data = content.data
+                if data is None:
+                    spool = self._spool.opened()
+                    spool.seek(content.spool_offset + offset)
+                    return spool.read(length)
+            return bytes(memoryview(data)[offset : offset + length])
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``path`` at ``offset``; as ``read``."""
@@ -131,29 +185,50 @@ class DecodedStore:
         """Let go of what was decoded, and close ``inner``."""
         with self._lock:
             self._is_closed = True
-            if self._spool is not None:
-                self._spool.close()
+            if self._spool.file is not None:
+                self._spool.file.close()
+            self._kept.clear()
+            self._container = None
         self._contents.clear()
         self._inner.close()
 
     def _checked(self, entry: FileEntry) -> FileRange:
         where = join_url(self.url, entry.path)
-        if entry.codec not in _DECODERS:
-            raise Unsupported(f"compressed with {entry.codec}, expected {' or '.join(_DECODERS)}", where=where)
+        check_codec(entry.codec, where)
         if entry.part is None:
             raise FormatError("compressed, but its place is not known", where=where)
-        if entry.codec == "deflate" and entry.nbytes > max(entry.part.length, 1) * MAX_DEFLATE_RATIO:
+        limit = deflated_limit(entry.codec or "", entry.part.length)
+        if limit is not None and entry.nbytes > limit:
             raise FormatError(
                 f"{entry.part.length:,} bytes of deflate cannot hold the {entry.nbytes:,} that are declared",
                 where=where,
             )
         return entry.part
 
+    def _blocks(self, content: _Content) -> Iterator[bytes]:
+        """The content of an entry; what contains it is kept, for its neighbours."""
+        codec = content.entry.codec or ""
+        around, own = split_slice(codec)
+        if not around:
+            return decoded_blocks(self._inner, content.part, codec)
+        key = (content.part, around)
+        with self._lock:
+            known = self._container[1] if self._container is not None and self._container[0] == key else None
+        if known is None:
+            found = bytearray()
+            for block in decoded_blocks(self._inner, content.part, around):
+                found += block
+                if len(found) > _MAX_CONTAINER_BYTES:
+                    return decoded_blocks(self._inner, content.part, codec)
+            known = bytes(found)
+            with self._lock:
+                self._container = (key, known)
+        return content_blocks(io.BytesIO(known), own, _place(self.url, content.part))
+
     def _measure(self, content: _Content) -> None:
         with content.lock:
             if content.nbytes < 0:
-                blocks = decoded_blocks(self._inner, content.part, content.entry.codec or "")
-                content.nbytes = sum(len(block) for block in blocks)
+                content.nbytes = sum(len(block) for block in self._blocks(content))
 
     def _check_range(self, content: _Content, offset: int, length: int) -> None:
         where = join_url(self.url, content.entry.path)
@@ -171,32 +246,48 @@ class DecodedStore:
                 return
             nbytes = content.nbytes
             with self._lock:
-                if nbytes <= self._free_bytes:
+                in_memory = self._has_room(nbytes)
+                if in_memory:
                     self._free_bytes -= nbytes
-                    content.data = bytearray()
-                else:
-                    content.spool_offset = self._spooled_bytes
-                    self._spooled_bytes += nbytes
+                spool_offset = -1 if in_memory else self._spool.take(nbytes)
+            data = bytearray() if in_memory else None
             try:
-                self._fill(content)
+                self._fill(content, data, spool_offset)
             except BaseException:
-                if content.data is not None:
-                    content.data = None
-                    with self._lock:
-                        self._free_bytes += nbytes
+                with self._lock:
+                    self._give_back(nbytes, spool_offset)
                 raise
-            content.is_ready = True
+            with self._lock:
+                content.data, content.spool_offset, content.read_nbytes = data, spool_offset, 0
+                self._kept[content] = None
 
-    def _fill(self, content: _Content) -> None:
-        where = str(FileRange(join_url(self.url, content.part.path), content.part.offset, content.part.length))
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether memory has room for so many bytes, once contents that were read through are let go."""
+        if nbytes > self._free_bytes:
+            for other in [other for other in self._kept if other.is_read_through]:
+                del self._kept[other]
+                self._give_back(other.nbytes, other.spool_offset)
+                other.data, other.spool_offset = None, -1
+                if nbytes <= self._free_bytes:
+                    break
+        return nbytes <= self._free_bytes
+
+    def _give_back(self, nbytes: int, spool_offset: int) -> None:
+        if spool_offset < 0:
+            self._free_bytes += nbytes
+        else:
+            self._spool.give(spool_offset, nbytes)
+
+    def _fill(self, content: _Content, data: bytearray | None, spool_offset: int) -> None:
+        where = _place(self.url, content.part)
         done = 0
-        for block in decoded_blocks(self._inner, content.part, content.entry.codec or ""):
+        for block in self._blocks(content):
             if done + len(block) > content.nbytes:
                 raise FormatError(f"decodes to more than the {content.nbytes:,} bytes that are declared", where=where)
-            if content.data is not None:
-                content.data += block
+            if data is not None:
+                data += block
             else:
-                self._write_spool(content.spool_offset + done, block)
+                self._write_spool(spool_offset + done, block)
             done += len(block)
         if done != content.nbytes:
             raise FormatError(f"expected {content.nbytes:,} decoded bytes, got {done:,}", where=where)
@@ -204,18 +295,13 @@ class DecodedStore:
     def _write_spool(self, offset: int, block: bytes) -> None:
         try:
             with self._lock:
-                spool = self._open_spool()
+                spool = self._spool.opened()
                 spool.seek(offset)
                 spool.write(block)
         except OSError as error:
             hint = "set TMPDIR to a folder with more room, or allow more memory"
             message = f"no room for {len(block):,} decoded bytes at {offset:,}: {error}"
             raise StorageError(message, where=tempfile.gettempdir(), hint=hint) from error
-
-    def _open_spool(self) -> IO[bytes]:
-        if self._spool is None:
-            self._spool = tempfile.TemporaryFile(prefix="ckpt-decoded-")  # noqa: SIM115 - closed with the store
-        return self._spool
 
 
 class _PartFile(io.RawIOBase):
@@ -241,36 +327,3 @@ class _PartFile(io.RawIOBase):
         n = len(self._block) if size < 0 else min(size, len(self._block))
         piece, self._block = bytes(self._block[:n]), self._block[n:]
         return piece
-
-
-def _deflated(source: _PartFile, where: str) -> Iterator[bytes]:
-    """Decoded blocks of a raw deflate stream, which must end where its part does."""
-    decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        while not decoder.eof:
-            piece = decoder.unconsumed_tail or source.read(BLOCK_BYTES)
-            block = decoder.decompress(piece, BLOCK_BYTES)  # without a piece: what the decoder still holds
-            if not (piece or block or decoder.eof):
-                raise FormatError("the deflate stream does not end within its part", where=where)
-            yield block
-    except zlib.error as error:
-        raise FormatError(f"not a deflate stream: {error}", where=where) from error
-    if decoder.unused_data or source.read(1):
-        raise FormatError("the deflate stream ends before its part does", where=where)
-
-
-def _unpacked_zstd(source: _PartFile, where: str) -> Iterator[bytes]:
-    """Decoded blocks of one or more zstd frames."""
-    import pyarrow as pa  # 90 ms of start-up that only such files need
-
-    try:
-        stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), "zstd")
-        while block := stream.read(BLOCK_BYTES):
-            yield block
-    except CkptError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise FormatError(f"not a zstd stream: {error}", where=where) from error
-
-
-_DECODERS = {"deflate": _deflated, "zstd": _unpacked_zstd}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
+from typing import IO
 
 import pyarrow as pa
 import pytest
@@ -71,26 +72,86 @@ def test_decoded_once() -> None:
     assert len(expected) > 1
 
 
-def test_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit the budget goes to one temporary file; what fits never touches it."""
-    made: list[int] = []
+def four(budget: int) -> tuple[DecodedStore, RecordingStore]:
+    """Files ``x0`` to ``x3`` of 1,000 bytes each, and the store around their parts."""
+    parts = [deflate(bytes([i]) * 1000) for i in range(4)]
+    inner = RecordingStore(MemoryStore({str(i): part for i, part in enumerate(parts)}))
+    entries = [FileEntry(f"x{i}", 1000, "deflate", FileRange(str(i), 0, len(p))) for i, p in enumerate(parts)]
+    return DecodedStore(inner, entries, memory_budget_bytes=budget), inner
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[IO[bytes]]:
+    """Temporary files that were made."""
+    files: list[IO[bytes]] = []
     real = tempfile.TemporaryFile
 
-    def counted(prefix: str) -> object:
-        made.append(1)
-        return real(prefix=prefix)
+    def recorded(prefix: str) -> IO[bytes]:
+        files.append(real(prefix=prefix))
+        return files[-1]
 
-    monkeypatch.setattr("tempfile.TemporaryFile", counted)
-    parts = [deflate(bytes([i]) * 1000) for i in range(4)]
-    inner = MemoryStore({str(i): part for i, part in enumerate(parts)})
-    entries = [FileEntry(f"x{i}", 1000, "deflate", FileRange(str(i), 0, len(p))) for i, p in enumerate(parts)]
-    store = DecodedStore(inner, entries, memory_budget_bytes=2000)
-    assert store.read("x0", 0, 1000) + store.read("x1", 0, 1000) == bytes(1000) + b"\1" * 1000
+    monkeypatch.setattr("tempfile.TemporaryFile", recorded)
+    return files
+
+
+def test_memory_budget(made: list[IO[bytes]]) -> None:
+    """What does not fit the budget goes to one temporary file; what fits never touches it."""
+    store, _ = four(2000)
+    assert store.read("x0", 0, 900) + store.read("x1", 0, 900) == bytes(900) + b"\1" * 900
     assert made == []
-    assert store.read("x2", 0, 1000) + store.read("x3", 0, 1000) == b"\2" * 1000 + b"\3" * 1000
-    assert made == [1]
+    assert store.read("x2", 0, 900) + store.read("x3", 0, 900) == b"\2" * 900 + b"\3" * 900
+    assert len(made) == 1
     assert store.read("x2", 999, 1) == b"\2"
     store.close()
+
+
+def test_what_was_read_through_makes_room(made: list[IO[bytes]]) -> None:
+    """A copy that reads each part once needs no temporary file; what is asked for again is decoded again."""
+    store, inner = four(1000)
+    for i in range(4):
+        assert store.read(f"x{i}", 0, 400) + store.read(f"x{i}", 400, 600) == bytes([i]) * 1000
+    assert made == []
+    assert [call.path for call in inner.calls] == ["0", "1", "2", "3"]
+    assert store.read("x0", 999, 1) == b"\0"
+    assert [call.path for call in inner.calls] == ["0", "1", "2", "3", "0"]
+    store.close()
+
+
+def test_room_of_the_temporary_file_is_used_again(made: list[IO[bytes]]) -> None:
+    """Parts that were read through make room there, too."""
+    store, _ = four(0)
+    for i in range(4):
+        assert store.read(f"x{i}", 0, 1000) == bytes([i]) * 1000
+    made[0].seek(0, 2)
+    assert made[0].tell() <= 1000
+    store.close()
+
+
+def test_steps_and_slices() -> None:
+    """A coded value inside of a coded container; its neighbours share the container."""
+    inside = zstd(DATA)
+    around = zstd(b"before" + inside + b"behind")
+    inner = RecordingStore(MemoryStore({"node": around}))
+    part = FileRange("node", 0, len(around))
+    entries = [
+        FileEntry("value", len(DATA), f"zstd|slice:6:{len(inside)}|zstd", part),
+        FileEntry("plain", 6, "zstd|slice:0:6", part),
+        FileEntry("none", 2_000_000, "zeros:2000000", FileRange("node", 0, 0)),
+        FileEntry("beyond", 6, f"zstd|slice:{len(inside) + 9}:6", part),
+    ]
+    store = DecodedStore(inner, entries, memory_budget_bytes=1 << 30)
+    assert store.read("value", 0, len(DATA)) == DATA
+    assert store.read("plain", 0, 6) == b"before"
+    assert len(inner.calls) == 1
+    assert store.read("none", 1_500_000, 3) == bytes(3)
+    with pytest.raises(FormatError, match="ends before byte"):
+        store.read("beyond", 0, 1)
+
+
+def test_zlib() -> None:
+    """Deflate with its own header and checksum."""
+    store = decoded(zlib.compress(DATA), len(DATA), "zlib")
+    assert store.read("x", 5, 10) == DATA[5:15]
 
 
 @pytest.mark.parametrize("codec", ENCODERS)

@@ -1,0 +1,202 @@
+"""What describes one zarr array, version 2 or 3: its element type, shape, chunks, and how a chunk is coded.
+
+Sources: https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html and .../v3/core/v3.0.html with the codecs ``bytes``,
+``zstd``, ``crc32c`` and ``sharding_indexed``; TensorStore's drivers ``zarr`` and ``zarr3``, which add element types.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpt_tool.dtypes import DTYPES, DType, opaque
+from ckpt_tool.errors import FormatError, Unsupported
+
+__all__ = ["DESCRIPTIONS", "Array", "parse_array"]
+
+DESCRIPTIONS = (".zarray", "zarr.json")
+"""Last part of the key that describes an array: version 2, version 3."""
+_ZARR2 = {
+    "f2": "float16", "f4": "float32", "f8": "float64", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64",
+    "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64", "b1": "bool", "c8": "complex64",
+    "c16": "complex128",
+}  # fmt: skip
+# TensorStore keeps an element of these in a byte of its own.
+_NARROW = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"})
+_INDEX_ENTRY_NBYTES = 16
+_CRC_NBYTES = 4
+_MAX_NDIM = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array."""
+
+    dtype: DType
+    is_big_endian: bool
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    """Shape of what one key holds."""
+    inner: tuple[int, ...]
+    """Shape of what is coded by itself: a part of ``chunks`` where chunks are shards, else the same."""
+    codec: str | None
+    """Of ``inner``: ``zstd``, ``zlib``, ``gzip``, or None where its bytes stand as they are."""
+    is_sharded: bool
+    tail_nbytes: int
+    """Bytes of a checksum behind each coded piece."""
+    version: int
+    separator: str
+    is_filled_with_zeros: bool
+    """Whether a chunk that is not stored holds zeros."""
+
+    @property
+    def n_inner(self) -> int:
+        """Coded pieces in one key's value."""
+        return prod(whole // part for whole, part in zip(self.chunks, self.inner, strict=True))
+
+    @property
+    def inner_nbytes(self) -> int:
+        """Bytes of one piece, decoded: whole also where the array ends within it."""
+        return prod(self.inner) * self.dtype.itemsize
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the index at the end of a shard: offset and length of each piece, and a CRC-32C."""
+        return self.n_inner * _INDEX_ENTRY_NBYTES + _CRC_NBYTES if self.is_sharded else 0
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dimension."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
+
+    def chunk_index(self, key: str) -> tuple[int, ...] | None:
+        """Where in the grid the chunk of this key (below the array's) is, None for another key."""
+        if self.version == 3:
+            head, _, key = key.partition(self.separator) if self.shape else (key, "", "")
+            if head != "c":
+                return None
+        elif not self.shape:
+            return () if key == "0" else None
+        parts = key.split(self.separator) if self.shape else []
+        if len(parts) != len(self.shape) or not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
+            return None
+        index = tuple(map(int, parts))
+        return index if all(i < n for i, n in zip(index, self.grid, strict=True)) else None
+
+
+def parse_array(text: bytes, where: str) -> Array:
+    """The array that a ``.zarray`` or ``zarr.json`` describes.
+
+    Raises:
+        FormatError: it describes none.
+        Unsupported: an element type, an order, a filter or a codec that is not known here.
+    """
+    try:
+        fields = json.loads(text)
+        found = _version3(fields, where) if fields.get("zarr_format") == 3 else _version2(fields, where)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"no description of an array: {error!r}"[:300], where=where) from error
+    numbers = (*found.shape, *found.chunks, *found.inner)
+    is_sound = len(found.shape) == len(found.chunks) == len(found.inner) <= _MAX_NDIM
+    if not is_sound or not all(type(n) is int and n >= 0 for n in numbers) or 0 in (*found.chunks, *found.inner):
+        raise FormatError(f"shape {list(found.shape)} in chunks of {list(found.chunks)}", where=where)
+    if any(whole % part for whole, part in zip(found.chunks, found.inner, strict=True)):
+        raise FormatError(f"shards of {list(found.chunks)} in pieces of {list(found.inner)}", where=where)
+    if max(prod(n or 1 for n in found.shape), prod(found.chunks)) * found.dtype.itemsize >= 1 << 62:
+        raise FormatError(f"shape {list(found.shape)} in chunks of {list(found.chunks)} is no array", where=where)
+    return found
+
+
+def _version2(fields: Mapping[str, Any], where: str) -> Array:
+    if fields["zarr_format"] != 2 or fields.get("order", "C") != "C" or fields.get("filters"):
+        raise Unsupported(
+            f"zarr_format {fields['zarr_format']}, order {fields.get('order')!r}, filters {fields.get('filters')}: "
+            "expected version 2 or 3, C, none",
+            where=where,
+        )
+    name = fields["dtype"]
+    is_big = isinstance(name, str) and name.startswith(">")
+    kind = DTYPES.get(_ZARR2.get(str(name).lstrip("<>|="), str(name)))
+    shape, chunks = tuple(fields["shape"]), tuple(fields["chunks"])
+    codec = _codec(fields.get("compressor"), "id", where)
+    separator = fields.get("dimension_separator", ".")
+    dtype = kind or _narrow(str(name), where)
+    return Array(
+        dtype=dtype,
+        is_big_endian=is_big and dtype.component_bytes > 1,
+        shape=shape,
+        chunks=chunks,
+        inner=chunks,
+        codec=codec,
+        is_sharded=False,
+        tail_nbytes=0,
+        version=2,
+        separator=separator,
+        is_filled_with_zeros=not fields.get("fill_value"),
+    )
+
+
+def _version3(fields: Mapping[str, Any], where: str) -> Array:
+    name = fields["data_type"]
+    if fields.get("storage_transformers") or fields["chunk_grid"]["name"] != "regular":
+        raise Unsupported(f"chunk_grid {fields['chunk_grid']['name']!r}, expected 'regular'", where=where)
+    dtype = DTYPES.get(str(name)) or _narrow(str(name), where)
+    shape = tuple(fields["shape"])
+    chunks = inner = tuple(fields["chunk_grid"]["configuration"]["chunk_shape"])
+    encoding = fields["chunk_key_encoding"]
+    if encoding["name"] != "default":
+        raise Unsupported(f"chunk_key_encoding {encoding['name']!r}, expected 'default'", where=where)
+    separator = encoding.get("configuration", {}).get("separator", "/")
+    codecs: Sequence[Mapping[str, Any]] = fields["codecs"]
+    is_sharded = codecs[0]["name"] == "sharding_indexed"
+    if is_sharded:
+        sharding = codecs[0]["configuration"]
+        index = [one["name"] for one in sharding["index_codecs"]]
+        if len(codecs) > 1 or index != ["bytes", "crc32c"] or sharding.get("index_location", "end") != "end":
+            raise Unsupported("shards that are coded again, or with an index elsewhere than at their end", where=where)
+        inner, codecs = tuple(sharding["chunk_shape"]), sharding["codecs"]
+    is_big, codec, tail = _chain(codecs, where)
+    return Array(
+        dtype=dtype,
+        is_big_endian=is_big and dtype.component_bytes > 1,
+        shape=shape,
+        chunks=chunks,
+        inner=inner,
+        codec=codec,
+        is_sharded=is_sharded,
+        tail_nbytes=tail,
+        version=3,
+        separator=separator,
+        is_filled_with_zeros=not fields.get("fill_value"),
+    )
+
+
+def _chain(codecs: Sequence[Mapping[str, Any]], where: str) -> tuple[bool, str | None, int]:
+    """Byte order, codec and trailing bytes of ``bytes``, then perhaps a compression, then perhaps a checksum."""
+    names = [one["name"] for one in codecs]
+    if names[:1] != ["bytes"] or (tail := names[-1] == "crc32c") + 2 < len(names):
+        raise Unsupported(f"codecs {names}: expected bytes, then at most a compression and crc32c", where=where)
+    is_big = codecs[0].get("configuration", {}).get("endian") == "big"
+    codec = _codec(codecs[1], "name", where) if len(names) - tail > 1 else None
+    return is_big, codec, _CRC_NBYTES * tail
+
+
+def _codec(described: Mapping[str, Any] | None, key: str, where: str) -> str | None:
+    if described is None:
+        return None
+    name = described[key]
+    if name not in ("zstd", "zlib", "gzip"):
+        raise Unsupported(f"chunks are compressed with {name!r}, expected zstd, zlib, gzip or nothing", where=where)
+    return str(name)
+
+
+def _narrow(name: str, where: str) -> DType:
+    if name not in _NARROW:
+        raise Unsupported(f"element type {name!r} is not known", where=where)
+    return opaque(name, numel=1, nbytes=1)
