@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from ckpt_tool.cli.app import main
+from ckpt_tool.cli.app import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

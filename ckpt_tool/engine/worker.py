@@ -23,6 +23,9 @@ from ckpt_tool.storage.store import Store
 
 __all__ = ["PieceSink", "Worker"]
 
+_PROGRESS_BYTES = 32 << 20
+"""Written between two reports: each wakes the caller's thread, which then wants the interpreter's lock."""
+
 
 class PieceSink(Protocol):
     """Where written pieces go."""
@@ -67,13 +70,18 @@ class Worker:
         return self._reader.ahead(tiles, max_bytes=self._ahead_bytes, concurrency=self._concurrency)
 
     def run_unit(self, unit: int, progress: Callable[[int], None]) -> UnitRecord:
-        """Execute all tiles of a unit in order; ``progress`` gets the bytes written by each tile."""
+        """Execute all tiles of a unit in order; ``progress`` gets the bytes written, some tens of MB at a time."""
         crcs: list[tuple[int, int]] = []
         casts: dict[str, CastEffect] = {}
         self._unit = None if self._digests is None else self._digests.unit()
+        unreported = 0
         with self.ahead([unit]):
             for tile in self._plan.tiles.of_units([unit]):
-                progress(self._run_tile(tile, crcs, casts))
+                unreported += self._run_tile(tile, crcs, casts)
+                if unreported >= _PROGRESS_BYTES:
+                    progress(unreported)
+                    unreported = 0
+        progress(unreported)
         sums = () if self._unit is None else self._unit.sums()
         return UnitRecord(unit, tuple(crcs), tuple(casts.items()), sums)
 

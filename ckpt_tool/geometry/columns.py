@@ -7,13 +7,14 @@ where they are made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.geometry.box import Box
 
-__all__ = ["BoolArray", "Int64Array", "box_columns", "boxes_from_columns"]
+__all__ = ["BoolArray", "Int64Array", "box_columns", "boxes_from_columns", "distinct"]
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -33,3 +34,15 @@ def boxes_from_columns(offsets: Int64Array, sizes: Int64Array) -> list[Box]:
     """One `Box` per row, in row order and in the columns' own coordinates."""
     rows: Iterable[tuple[list[int], list[int]]] = zip(offsets.tolist(), sizes.tolist(), strict=True)
     return [Box(tuple(o), tuple(s)) for o, s in rows]
+
+
+def distinct(values: npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """int64[m]: the values that occur in a column, ascending; `numpy.unique` without loading `numpy.ma` (8 ms).
+
+    >>> distinct(np.array([3, 1, 3])).tolist()
+    [1, 3]
+    """
+    ordered = np.sort(values, axis=None)
+    is_first = np.ones(len(ordered), dtype=np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first].astype(np.int64)

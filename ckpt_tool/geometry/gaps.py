@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.geometry.columns import Int64Array, distinct
 from ckpt_tool.geometry.overlaps import overlapping_pairs
 
 __all__ = ["gaps"]
@@ -37,7 +37,7 @@ def _gaps(shape: tuple[int, ...], starts: Int64Array, stops: Int64Array, limit: 
     if len(starts) == 0:
         return [Box.whole(shape)]
     # The slabs between neighbouring bounds of dimension 0 meet each box wholly or not at all.
-    bounds = np.unique(np.concatenate([starts[:, 0], stops[:, 0], [0, shape[0]]]))
+    bounds = distinct(np.concatenate([starts[:, 0], stops[:, 0], [0, shape[0]]]))
     first, last = np.searchsorted(bounds, starts[:, 0]), np.searchsorted(bounds, stops[:, 0])
     section = (stops[:, 1:] - starts[:, 1:]).prod(axis=1)
     change = np.zeros(len(bounds), dtype=np.int64)

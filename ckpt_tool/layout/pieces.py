@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.geometry.columns import Int64Array, distinct
 from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.geometry.grid import split_columns
 from ckpt_tool.geometry.overlaps import exact_duplicates
@@ -73,7 +73,7 @@ def cut_pieces(shape: tuple[int, ...], cut: Cut, ranks: Int64Array, width: int) 
         rank, offsets, sizes = rank[kept], offsets[kept], sizes[kept]
     pad = ((0, 0), (0, width - len(shape)))
     return Pieces(
-        n_idle=len(ranks) - len(np.unique(rank)),
+        n_idle=len(ranks) - len(distinct(rank)),
         rank=rank.astype(np.int32),
         replica=_replicas(offsets, sizes),
         offsets=np.pad(offsets, pad),

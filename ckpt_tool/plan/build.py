@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import CoverageError, LayoutError, Unsupported
 from ckpt_tool.geometry.box import Box, difference
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.join import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates, overlapping_pairs
 from ckpt_tool.geometry.runs import contiguous_strides_columns
@@ -78,7 +79,7 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan
         read_nbytes=int(read_pieces.length.sum()),
         needed_nbytes=int((reads.volume * source.tensors.bits[tiles.tensor[reads.right]] // 8).sum()),
         n_reads=len(read_pieces),
-        n_source_files=len(np.unique(read_pieces.file)),
+        n_source_files=len(distinct(read_pieces.file)),
         written_nbytes=int(write_pieces.length.sum()),
         n_writes=len(write_pieces),
         n_target_files=len(target.files),
@@ -219,7 +220,7 @@ def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles,
     cut = cut_tiles(regions, bits=bits, max_tile_bytes=limits.max_tile_bytes, whole=whole.astype(np.int64))
     nbytes = np.prod(cut.sizes, axis=1) * bits[cut.key] // 8
     n_units = max(1, int(-(-int(nbytes.sum()) // limits.unit_bytes)))
-    bounds = np.unique(split_evenly(nbytes, n_units))
+    bounds = distinct(split_evenly(nbytes, n_units))
     return Tiles(regions.key[cut.key], cut.offsets, cut.sizes, nbytes, bounds), cut.key
 
 
@@ -310,7 +311,7 @@ def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tile
         for row in np.flatnonzero(reads.right == tile):
             piece = _box(reads.offsets[row], reads.sizes[row], source, tensor)
             holes = [rest for hole in holes for rest in difference(hole, piece)]
-        names = {source.tensors.fqns[t] for t in np.unique(tiles.tensor[short]).tolist()}
+        names = {source.tensors.fqns[t] for t in distinct(tiles.tensor[short]).tolist()}
         raise CoverageError(
             f"no stored data for {', '.join(str(h) for h in holes[:3])} ({len(names):,} tensors are incomplete)",
             where=source.tensors.fqns[tensor],

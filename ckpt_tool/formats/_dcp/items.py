@@ -59,16 +59,23 @@ class ItemHeads:
         self._known: dict[bytes, Payload] = {}
         self._head_nbytes: list[int] = []
 
+    def known(self, head: memoryview) -> Payload | None:
+        """The payload of an item whose head was parsed before, the same record each time."""
+        for nbytes in self._head_nbytes:
+            found = self._known.get(bytes(head[:nbytes]))
+            if found is not None:
+                return found
+        return None
+
     def payload(self, head: memoryview, where: str) -> Payload | None:
         """The payload of the item that starts with ``head``; None when only its directory can tell.
 
         Raises:
             FormatError: the item holds something else than a tensor.
         """
-        for nbytes in self._head_nbytes:
-            found = self._known.get(bytes(head[:nbytes]))
-            if found is not None:
-                return found
+        found = self.known(head)
+        if found is not None:
+            return found
         data = bytes(head)
         parsed = parse_item_head(data)
         if parsed is None or parsed.payload_offset is None:

@@ -12,6 +12,7 @@ from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, payloa
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.storage.decode import decoded_blocks
@@ -64,23 +65,17 @@ def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
 def located_items(source: Source, manifest: Manifest, rows: IntArray) -> Iterator[Located]:
     """The place of each chunk of ``rows`` that is not resolved yet, in no order; requests as ``resolve`` says."""
     chunks, files = manifest.chunks, manifest.files
-    rows = np.unique(np.asarray(rows, dtype=np.int64))
+    rows = distinct(np.asarray(rows, dtype=np.int64))
     rows = rows[(chunks.flags[rows] & ChunkFlag.UNRESOLVED) != 0]
     is_coded = np.array([entry.codec is not None for entry in files], dtype=np.bool_)
     coded = is_coded[chunks.file[rows]] if len(rows) else np.zeros(0, dtype=np.bool_)
     reader = _ItemReader(source, manifest)
-    plain = []
-    for row in rows.tolist():
+    nbytes = np.array([source.listing.sizes.get(path, -1) for path in files.paths], dtype=np.int64)
+    is_suspect = coded | (chunks.offset[rows] + chunks.length[rows] > nbytes[chunks.file[rows]])
+    for row in rows[is_suspect].tolist():
         error = reader.misplaced(row)
-        if error is not None:
-            yield Located(row, None, error)
-        else:
-            plain.append(row)
-    kept = np.array(plain, dtype=np.int64)
-    coded = np.isin(kept, rows[coded])
-    for row in kept[coded].tolist():
-        yield reader.decoded(row)
-    yield from reader.plain(kept[~coded])
+        yield reader.decoded(row) if error is None else Located(row, None, error)
+    yield from reader.plain(rows[~is_suspect])
 
 
 class _ItemReader:
@@ -119,13 +114,26 @@ class _ItemReader:
 
     def plain(self, rows: IntArray) -> Iterator[Located]:
         """Chunks whose items are stored as they are."""
-        chunks, paths = self._manifest.chunks, self._manifest.files.paths
-        offset = chunks.offset[rows]
-        nbytes = self._manifest.files.nbytes[chunks.file[rows]]
+        chunks, tensors, paths = self._manifest.chunks, self._manifest.tensors, self._manifest.files.paths
+        offset, file = chunks.offset[rows], chunks.file[rows].astype(np.int64)
+        nbytes = self._manifest.files.nbytes[file]
         length = np.minimum(nbytes - offset, HEAD_NBYTES)
-        for position, head in read_merged(self._store, paths, chunks.file[rows].astype(np.int64), offset, length):
-            row = int(rows[position])
-            yield self._located(row, head, None)
+        of_row = list(zip(rows.tolist(), chunks.tensor[rows].tolist(), chunks.sizes[rows].tolist(),
+                          chunks.length[rows].tolist(), offset.tolist(), strict=True))  # fmt: skip
+        fitting: set[tuple[int, str, int, tuple[int, ...]]] = set()
+        for position, head in read_merged(self._store, paths, file, offset, length):
+            row, tensor, sizes, item_nbytes, start = of_row[position]
+            payload = self._heads.known(head)
+            if payload is not None:  # what was checked once for a head, a dtype and sizes need not be checked again
+                key = (id(payload), tensors.dtypes[tensor].name, item_nbytes, tuple(sizes))
+                if key in fitting:
+                    yield Located(row, payload.moved(start))
+                    continue
+            located = self._located(row, head, None)
+            payload = self._heads.known(head)
+            if payload is not None and located.error is None:
+                fitting.add((id(payload), tensors.dtypes[tensor].name, item_nbytes, tuple(sizes)))
+            yield located
 
     def decoded(self, row: int) -> Located:
         """A chunk whose item is compressed."""
