@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -19,17 +20,11 @@ README = REPOSITORY / "README.md"
 
 
 def command_helps(application: typer.Typer) -> dict[str, str]:
-    """First help line of every command that ``--help`` lists, by name; a command of a group is ``group command``."""
-    helps: dict[str, str] = {}
-    groups = [("", typer.main.get_command(application))]
-    while groups:
-        prefix, group = groups.pop()
-        for name, command in getattr(group, "commands", {}).items():
-            if command.hidden:
-                continue
-            helps[prefix + name] = (command.help or "").strip().partition("\n")[0]
-            groups.append((f"{prefix}{name} ", command))
-    return helps
+    """First help line of every command that ``--help`` lists, by name, in that order."""
+    group: Any = typer.main.get_command(application)
+    with group.make_context("ckpt", [], resilient_parsing=True) as context:
+        commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: (command.help or "").strip().partition("\n")[0] for name, command in commands.items()}
 
 
 def unnamed_commands(names: list[str], page: str) -> list[str]:

@@ -1,12 +1,13 @@
 """``ckpt``: the table of contents of the commands, and how a call of one ends.
 
-Command modules import the api inside their functions, so that ``ckpt --help`` loads neither numpy nor pyarrow nor
-fsspec. Help is plain text: typer's rich help takes 90 ms more to load.
+A command's module is imported when its name is typed, and imports the api inside its function, so that ``ckpt --help``
+loads neither numpy nor pyarrow nor fsspec. Help is plain text: typer's rich help takes 90 ms more to load.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,22 +17,43 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ckpt_tool.cli.cat import cat
-from ckpt_tool.cli.diff import diff
-from ckpt_tool.cli.export import export
 from ckpt_tool.cli.failures import interruptions, reported
-from ckpt_tool.cli.formats import formats
-from ckpt_tool.cli.inspect import inspect
-from ckpt_tool.cli.ls import ls
-from ckpt_tool.cli.plan import plan
-from ckpt_tool.cli.reshard import reshard
-from ckpt_tool.cli.verify import verify
+from ckpt_tool.errors import UsageError
 
-__all__ = ["app", "main", "run"]
+__all__ = ["COMMANDS", "app", "main", "run"]
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+COMMANDS = ("inspect", "ls", "verify", "diff", "reshard", "export", "cat", "plan", "formats")
+"""In the order in which help lists them: the function ``inspect`` of the module ``ckpt_tool.cli.inspect`` ..."""
 
 
 class Commands(TyperGroup):
     """The group of all commands; whatever ends a call of one of them ends it as ``failures`` says."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - the signature is click's
+        """Names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name; its options are read from the function's signature.
+
+        Raises:
+            UsageError: no command has that name.
+        """
+        if cmd_name not in COMMANDS:
+            if ctx.resilient_parsing or cmd_name.startswith("-"):
+                return None
+            import difflib
+
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f"did you mean ckpt {near[0]}" if near else "ckpt --help"
+            raise UsageError(f"no such command {cmd_name!r}", hint=hint)
+        module = importlib.import_module(f"{__package__}.{cmd_name}")
+        alone = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
+        alone.command(cmd_name)(getattr(module, cmd_name))
+        return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""
@@ -54,18 +76,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_SETTINGS,
     epilog="Exit status: 0 fine, 1 problems found, 2 usage, 3 bad checkpoint or layout, 4 storage.",
 )
-app.command()(inspect)
-app.command()(ls)
-app.command()(verify)
-app.command()(diff)
-app.command()(reshard)
-app.command()(export)
-app.command()(cat)
-app.command()(plan)
-app.command()(formats)
 
 
 def _show_version(value: bool) -> None:

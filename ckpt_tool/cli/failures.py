@@ -72,6 +72,9 @@ def reported(*, as_json: bool) -> Iterator[None]:
         _show(failure(error), as_json=as_json)
         _exit(error.exit_code)
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError" and not as_json:  # `ckpt` alone: help is the answer
+            sys.stderr.write(f"{error}\n")
+            _exit(2)
         usage = _usage(error)
         if usage is None:
             raise

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.cli.app import app, main
+from ckpt_tool.cli.app import COMMANDS, app, main
 from tests.test_docs import command_helps
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("numpy", "pyarrow", "fsspec", "torch", "rich", "ml_dtypes", "safetensors")
-COMMANDS = ("cat", "diff", "export", "formats", "inspect", "ls", "plan", "reshard", "verify")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], [], *([name, "--help"] for name in COMMANDS)])
@@ -30,7 +29,27 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
 
 def test_commands() -> None:
     """The commands are these."""
-    assert sorted(command_helps(app)) == list(COMMANDS)
+    assert list(command_helps(app)) == list(COMMANDS)
+
+
+def test_a_command_alone_is_imported() -> None:
+    """Calling one command loads no module of another."""
+    script = (
+        "import sys; from ckpt_tool.cli.app import COMMANDS, main; main(['cat', '--help']); "
+        "sys.stdout.write('loaded: ' + ' '.join(n for n in COMMANDS if 'ckpt_tool.cli.' + n in sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.rpartition("\n")[2] == "loaded: cat"
+
+
+def test_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is answered with help, a misspelled command with the one that was meant."""
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("Usage: ckpt [OPTIONS] COMMAND")
+    assert main(["inpsect", "x"]) == 2
+    assert capsys.readouterr().err == "error: no such command 'inpsect'\nhint: did you mean ckpt inspect\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
