@@ -20,11 +20,19 @@ README = REPOSITORY / "README.md"
 
 
 def command_helps(application: typer.Typer) -> dict[str, str]:
-    """First help line of every command that ``--help`` lists, by name, in that order."""
-    group: Any = typer.main.get_command(application)
-    with group.make_context("ckpt", [], resilient_parsing=True) as context:
-        commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
-    return {name: (command.help or "").strip().partition("\n")[0] for name, command in commands.items()}
+    """First help line of every command that ``--help`` lists, by name; a command of a group is ``group command``."""
+    helps: dict[str, str] = {}
+    groups: list[tuple[str, Any]] = [("", typer.main.get_command(application))]
+    while groups:
+        prefix, group = groups.pop()
+        with group.make_context("ckpt", [], resilient_parsing=True) as context:
+            names = group.list_commands(context) if hasattr(group, "list_commands") else []
+            commands = [(name, group.get_command(context, name)) for name in names]
+        for name, command in commands:
+            if not command.hidden:
+                helps[prefix + name] = (command.help or "").strip().partition("\n")[0]
+                groups.append((f"{prefix}{name} ", command))
+    return helps
 
 
 def unnamed_commands(names: list[str], page: str) -> list[str]:
