@@ -27,6 +27,7 @@ from ckpt_tool.plan.describe import plan_json
 from ckpt_tool.plan.model import Cast, Plan
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local
+from ckpt_tool.storage.zeros import with_zeros
 
 __all__ = [
     "Conversion",
@@ -157,7 +158,8 @@ class Conversion:
             execution.memory_budget_bytes, execution.n_workers, execution.durable, digests=manifest_url is not None
         )
         report = None
-        for event in run_plan(self.plan, self.layout, self.checkpoint.store, target, options, self.origins):
+        store = with_zeros(self.checkpoint.store, self.plan.source.files)
+        for event in run_plan(self.plan, self.layout, store, target, options, self.origins):
             if isinstance(event, RunReport):
                 report = event
             elif progress is not None:

@@ -15,9 +15,10 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.layout.naming import Fact, rename
+from ckpt_tool.layout.naming import rename
 from ckpt_tool.layout.naming_match import Matched, NamingMatch, choose_naming, match_names
 from ckpt_tool.layout.naming_rules import load_naming
+from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.origins import renaming_views
 from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -65,6 +65,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     rank_state: Literal["keep", "drop"] | None = None,
     unequal: str | Sequence[str] | None = None,
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    arguments: Mapping[str, Any] | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
     overwrite: bool = False,
@@ -99,6 +101,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             ``GLOB=concat:0``); None to stop.
         optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.
+        config: a model's ``config.json``, for a target of Megatron and a source that has none beside it.
+        arguments: arguments of the Megatron run that is to load the target, over those of the source.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
         overwrite: replace what is at the target.
@@ -122,14 +126,21 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         )
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
-    blobs = checkpoint.load_blobs()
-    carried = _carried(writer, selection.manifest, blobs, target_mesh, rank_state)
-    restyled: tuple[str, ...] = ()
+    manifest, blobs = selection.manifest, checkpoint.load_blobs()
+    dropped, notes = selection.dropped, [*selection.notes]
+    if isinstance(writer, PlacingWriter):
+        from ckpt_tool.api.megatron_source import MegatronOptions, as_megatron
+
+        said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
+        taken = as_megatron(checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1))
+        manifest, blobs = taken.manifest, taken.blobs
+        dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
+    carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
     if optim_style is not None:
         carried, restyled = _restyled(carried, optim_style)
+        notes += restyled
     manifest = carried.manifest
     tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
-    notes: tuple[str, ...] = ()
     if isinstance(writer, PlacingWriter):
         boxes = writer.place(tensors, _sizes(target_mesh), manifest.info)
     elif target_mesh.world_size == 1:
@@ -147,7 +158,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
             numbered=_numbered_parameters(manifest),
         )
-        notes = (*evidence, *placed.notes) if needs_rules else placed.notes
+        notes += [*evidence, *placed.notes] if needs_rules else placed.notes
         policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
         boxes = _stored_boxes(placed, tensors, target_mesh, policy)
     return build_conversion(
@@ -159,8 +170,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         boxes=boxes,
         mesh=target_mesh,
         blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
-        dropped=(*selection.dropped, *carried.dropped),
-        notes=(*selection.notes, *restyled, *notes),
+        dropped=(*dropped, *carried.dropped),
+        notes=notes,
         options=WriterOptions(vpp=vpp, first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers),
         execution=Execution(
             memory_budget_bytes,

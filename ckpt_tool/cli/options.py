@@ -9,7 +9,9 @@ import typer
 
 __all__ = [
     "DEFAULT_MEMORY",
+    "Arguments",
     "Choice",
+    "ConfigFile",
     "DataMode",
     "Default",
     "Digest",
@@ -212,6 +214,25 @@ OfRanks = Annotated[
     typer.Option(
         "--rank-state",
         help="Random and data-loader states of single ranks, when their number changes.",
+        show_default=False,
+    ),
+]
+
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The model's config.json, for --to megatron-dist from a source that has none beside it.",
+        show_default=False,
+    ),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arg",
+        metavar="NAME=VALUE",
+        help="An argument of the Megatron run that is to load DST, as in make_vocab_size_divisible_by=64. Repeatable.",
         show_default=False,
     ),
 ]

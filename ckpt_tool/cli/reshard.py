@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
+    Arguments,
+    ConfigFile,
     DataMode,
     Digest,
     DigestFile,
@@ -63,6 +65,8 @@ def reshard(
     rank_state: OfRanks = None,
     unequal: UnequalAs = None,
     optim_style: OptimStyleName = None,
+    config: ConfigFile = None,
+    arg: Arguments = None,
     dtype: Dtype = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -85,6 +89,7 @@ def reshard(
     With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
     with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
+    from ckpt_tool.api.arguments import parse_arguments
     from ckpt_tool.api.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
 
@@ -111,6 +116,9 @@ def reshard(
         rank_state=None if rank_state is None else rank_state.value,
         unequal=unequal,
         optim_style=None if optim_style is None else optim_style.value,
+        unequal=None if unequal is None else unequal.value,
+        config=config,
+        arguments=parse_arguments(arg or ()),
         memory_budget_bytes=parse_bytes(memory),
         n_workers=workers,
         overwrite=overwrite,

@@ -6,7 +6,7 @@ Every tensor is renamed, dropped for a reason that the naming gives, or refused:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -15,21 +15,13 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming_match import Matched
 from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
+from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
 
-__all__ = ["Fact", "Renaming", "rename"]
+__all__ = ["Renaming", "natural", "rename"]
 
 _N_LISTED = 10
-_FACT_HINT = "if a fact is wrong, give the right one with --fact NAME=N"
 _NUMBER = re.compile(r"(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A number that a rule needs, and where it is written."""
-
-    value: int
-    evidence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ def rename(
         applied.add(matched)
     if is_whole:
         applied.check_counts()
-    views = tuple(sorted(applied.views.values(), key=lambda view: _natural(view.fqn)))
+    views = tuple(sorted(applied.views.values(), key=lambda view: natural(view.fqn)))
     used = {name for matched in matches for name in (*matched.rule.facts, matched.rule.rows)} & set(known)
     notes = tuple(f"{name} is {known[name].value:,}: {known[name].evidence}" for name in sorted(used))
     return Renaming(views, tuple(applied.dropped), notes)
@@ -90,8 +82,8 @@ def _require(missing: set[str], naming: Naming) -> None:
         )
 
 
-def _natural(fqn: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts numbers in names as numbers."""
+def natural(fqn: str) -> tuple[tuple[int, int, str], ...]:
+    """A key that sorts numbers in names as numbers."""
     return tuple((0, int(word), "") if word.isdecimal() else (1, 0, word) for word in _NUMBER.split(fqn) if word)
 
 
@@ -203,29 +195,28 @@ class _Applied:
             yield "", (n_rows, *rest), [Part(fqn, Box((0, *zeros), (n_rows, *rest)), (0, *zeros), axes)]
             return
         parts = rule.parts or (NamedPart(""),)
-        n_groups = self._size(rule.groups, fqn)
-        weights = [self._size(part.weight, fqn) for part in parts]
+        n_groups = size_of(rule.groups, self._facts, fqn)
+        weights = [size_of(part.weight, self._facts, fqn) for part in parts]
         unit = self._unit(matched, inner, n_groups, weights)
-        period, start = sum(weights) * unit, 0
         steps = (2, *(1,) * len(rest)) if rule.halves else None
         n_cuts = 2 if rule.halves else 1
-        for part, weight in zip(parts, weights, strict=True):
-            size, rows = weight * unit, weight * unit // n_cuts
-            if size % n_cuts:
-                raise LayoutError(f"{size:,} rows of a group are no pairs", where=fqn)
-            boxes = [
+        boxes: list[list[Part]] = [[] for _ in parts]
+        for piece in pieces_of(weights, unit, n_groups):
+            rows = piece.rows // n_cuts
+            if piece.rows % n_cuts:
+                raise LayoutError(f"{piece.rows:,} rows of a group are no pairs", where=fqn)
+            boxes[piece.part] += [
                 Part(
                     fqn,
-                    Box((group * period + start + cut, *zeros), (rows, *rest)),
-                    (group * size + cut * rows, *zeros),
+                    Box((piece.fused_row + cut, *zeros), (rows, *rest)),
+                    (piece.part_row + cut * rows, *zeros),
                     axes,
                     steps,
                 )
-                for group in range(n_groups)
                 for cut in range(n_cuts)
             ]
-            yield part.name, (n_groups * size, *rest), boxes
-            start += size
+        for part, weight, own in zip(parts, weights, boxes, strict=True):
+            yield part.name, (n_groups * weight * unit, *rest), own
 
     def _unit(self, matched: Matched, inner: tuple[int, ...], n_groups: int, weights: Sequence[int]) -> int:
         """Rows of weight 1, checked against all that is known of them."""
@@ -236,7 +227,7 @@ class _Applied:
                 f"{inner[0]:,} rows are not {n_groups:,} groups of {sum(weights):,} equal pieces {weights}"
                 f"{self._said(rule)}",
                 where=fqn,
-                hint=_FACT_HINT,
+                hint=FACT_HINT,
             )
         if rule.unit:
             value, evidence = self._units.setdefault(rule.unit, (unit, f"rows of {fqn}"))
@@ -244,7 +235,7 @@ class _Applied:
                 raise LayoutError(
                     f"{inner[0]:,} rows make {rule.unit} {unit:,}{self._said(rule)}, expected {value:,} ({evidence})",
                     where=fqn,
-                    hint=_FACT_HINT,
+                    hint=FACT_HINT,
                 )
         if rule.witness is not None:
             name, n_found = rule.witness.pattern.subn(rule.witness.replacement, matched.parameter)
@@ -257,28 +248,12 @@ class _Applied:
                         f"part {rule.parts[rule.witness.part].name!r} has {size:,} rows{self._said(rule)}, but {other} "
                         f"{list(self._shapes[other])} says {length:,}",
                         where=fqn,
-                        hint=_FACT_HINT,
+                        hint=FACT_HINT,
                     )
         return unit
 
     def _said(self, rule: NamingRule) -> str:
-        return f" with {self._stated(rule.facts)}" if rule.facts else ""
-
-    def _stated(self, names: Iterable[str]) -> str:
-        return ", ".join(
-            f"{name} = {self._facts[name].value:,} ({self._facts[name].evidence})" for name in sorted(names)
-        )
-
-    def _size(self, text: str, fqn: str) -> int:
-        """The value of a size, exact."""
-        value, words = 1, re.split(r"([*/])", text)
-        for operator, word in zip(["*", *words[1::2]], words[::2], strict=True):
-            number = int(word) if word.isdecimal() else self._facts[word].value
-            if number < 1 or (operator == "/" and value % number):
-                stated = self._stated(word for word in words[::2] if not word.isdecimal())
-                raise LayoutError(f"{text} is no whole number above 0 with {stated}", where=fqn, hint=_FACT_HINT)
-            value = value * number if operator == "*" else value // number
-        return value
+        return f" with {stated(rule.facts, self._facts)}" if rule.facts else ""
 
 
 class _Blank(dict[str, object]):

@@ -31,7 +31,16 @@ The first dimension behind those can be taken apart:
   that makes its name of this one's, ``dim`` its dimension, which ``part`` must be as long as.
 
 ``drop`` instead of ``to``: the reason why a tensor has no counterpart. ``[[refuse]]``: a ``fact`` that must not be
-true, and ``because``. Knows no tensors.
+true, and ``because``.
+
+The other way (``naming_back``) a rule is read from ``to``, where it also says
+
+- ``back``: the name that ``match`` is of, with ``{layer}.`` and ``{expert}.``, which are left out where these are
+  dimensions. A table gives names by variant: ``{ default = "...", local = "..." }``. Rules without it go one way only.
+- ``beside``: it is the rule only where a tensor of this name (groups as in ``to``) is there too.
+
+``[[ignore]]``: names (``match``) of the other family that have no counterpart here, and ``because``. ``[naming] of``:
+models, by the ``model_type`` of their config, that the rules are of, read the other way. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -54,8 +63,8 @@ else:
 
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
-_RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "witness"}
-_NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts"}
+_RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "witness", "back", "beside"}
+_NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts", "of"}
 _COUNTED = ("layer", "expert")
 _SIZE = re.compile(r"(?:[a-z_]+|[1-9][0-9]*)(?:[*/](?:[a-z_]+|[1-9][0-9]*))*")
 
@@ -92,6 +101,9 @@ class NamingRule:
     halves: bool = False
     rows: str = ""
     witness: Witness | None = None
+    back: tuple[tuple[str, str], ...] = ()
+    """The name of what it matches, by variant; the first is of all that are not named."""
+    beside: str = ""
 
     def missing_counts(self, groups: Mapping[str, str | None]) -> tuple[str, ...]:
         """What leading dimensions count (``layer``, ``expert``) in a tensor whose name gave these ``groups``."""
@@ -116,6 +128,9 @@ class Naming:
     facts: tuple[tuple[str, int], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     """Facts that must not be true, and why."""
+    ignored: tuple[tuple[re.Pattern[str], str], ...] = ()
+    """Names of the other family without a counterpart, and why."""
+    model_types: tuple[str, ...] = ()
     layers: str = r"(?:.*\.)?(?P<layer>\d+)\."
     experts: str = r"(?P<expert>\d+)\."
 
@@ -128,6 +143,7 @@ class Naming:
             absent=self.absent + other.absent,
             facts=self.facts + other.facts,
             refused=self.refused + other.refused,
+            ignored=self.ignored + other.ignored,
         )
 
 
@@ -162,7 +178,7 @@ def load_naming(
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise LayoutError(f"not valid TOML: {error}", where=source) from error
-    check_keys(document, {"naming", "facts", "rule", "refuse"}, source)
+    check_keys(document, {"naming", "facts", "rule", "refuse", "ignore"}, source)
     head = document.get("naming", {})
     check_keys(head, _NAMING_KEYS, f"{source}: [naming]")
     if "base" in head:
@@ -179,6 +195,11 @@ def load_naming(
         absent=tuple(compiled(pattern, f"{source}: absent") for pattern in head.get("absent", [])),
         facts=tuple(_checked_facts(document.get("facts", {}), source)),
         refused=tuple((str(entry.get("fact")), str(entry.get("because"))) for entry in document.get("refuse", [])),
+        ignored=tuple(
+            (compiled(entry.get("match"), f"{source}: ignore"), str(entry.get("because")))
+            for entry in document.get("ignore", [])
+        ),
+        model_types=tuple(head.get("of", ())),
         layers=head.get("layers", plain.layers),
         experts=head.get("experts", plain.experts),
     )
@@ -204,7 +225,11 @@ def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
         halves=bool(table.get("halves", False)),
         rows=str(table.get("rows", "")),
         witness=_witness(table["witness"], parts, where) if "witness" in table else None,
+        back=_back(table.get("back", {}), where),
+        beside=str(table.get("beside", "")),
     )
+    if rule.back and rule.halves:
+        raise LayoutError("halves cannot be put back into pairs: back goes without halves", where=where)
     if rule.rows and (rule.parts or rule.groups != "1" or rule.halves):
         raise LayoutError("rows goes without parts, groups and halves", where=where)
     names = {*pattern.groupindex, *(["part"] if parts else [])}
@@ -212,6 +237,13 @@ def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
     if unknown or to.count("{") != len(re.findall(r"{\w+}", to)) or to.count("}") != to.count("{"):
         raise LayoutError(f"{to!r} uses {unknown}, known are {sorted(names)}", where=where)
     return rule
+
+
+def _back(value: Any, where: str) -> tuple[tuple[str, str], ...]:
+    named = {"default": value} if isinstance(value, str) else value
+    if not isinstance(named, dict) or (named and next(iter(named)) != "default"):
+        raise LayoutError(f"back is a name, or a table of names, default first; got {value!r}", where=where)
+    return tuple((variant, str(name)) for variant, name in named.items())
 
 
 def _part(value: Any, where: str) -> NamedPart:

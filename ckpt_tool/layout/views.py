@@ -17,8 +17,9 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.join import Boxes, join_boxes
 from ckpt_tool.geometry.runs import contiguous_strides_columns
-from ckpt_tool.manifest.model import Manifest, TensorMeta
-from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray, TensorTable
+from ckpt_tool.manifest.merge import stacked_chunks
+from ckpt_tool.manifest.model import ZEROS, FileEntry, KeyPath, Manifest, TensorMeta
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable
 
 __all__ = ["Part", "View", "apply_views"]
 
@@ -48,11 +49,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One target tensor, made of parts that fill it exactly once."""
+    """One target tensor, made of parts (and zeros) that fill it exactly once."""
 
     fqn: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    zeros: tuple[Box, ...] = ()
+    """Boxes of the target that no source has: padding, which is zero."""
+    path: KeyPath | None = None
+    """Its keys; None for those of the first source with ``fqn`` as the last."""
 
 
 def apply_views(manifest: Manifest, views: Sequence[View], *, keep: Sequence[str] = ()) -> Manifest:
@@ -111,7 +116,29 @@ def apply_views(manifest: Manifest, views: Sequence[View], *, keep: Sequence[str
         flags=chunks.flags[pairs.left],
         strides=np.where(is_real, np.take_along_axis(strides, picked, axis=1), 1),
     )
-    return manifest.replace(tensors=tensors, chunks=table)
+    return _padded_with_zeros(manifest.replace(tensors=tensors, chunks=table), wanted)
+
+
+def _padded_with_zeros(manifest: Manifest, views: Sequence[View]) -> Manifest:
+    """With a packed chunk for each box of zeros of the views, all from the start of one file of zeros."""
+    padding = [(number, box) for number, view in enumerate(views) for box in view.zeros if box.volume]
+    if not padding:
+        return manifest
+    chunks, width = manifest.chunks, manifest.chunks.sizes.shape[1]
+    number: IntArray = np.array([row for row, _ in padding], dtype=np.int64)
+    sizes = _padded([box.sizes for _, box in padding], width, 1)
+    length = (np.prod(sizes, axis=1) * manifest.tensors.bits[number] + 7) // 8
+    added = ChunkTable.from_columns(
+        tensor=number,
+        offsets=_padded([box.offsets for _, box in padding], width, 0),
+        sizes=sizes,
+        file=np.full(len(padding), len(manifest.files), dtype=np.int64),
+        offset=np.zeros(len(padding), dtype=np.int64),
+        length=length,
+        strides=contiguous_strides_columns(sizes),
+    )
+    files = FileTable((*manifest.files, FileEntry("zeros", int(length.max()), codec=ZEROS)))
+    return manifest.replace(chunks=stacked_chunks([chunks, added], width), files=files)
 
 
 def _identity(manifest: Manifest, fqn: str) -> View:
@@ -125,7 +152,7 @@ def _record(manifest: Manifest, view: View) -> TensorMeta:
         raise LayoutError("a view without parts", where=view.fqn)
     first = manifest.tensor(view.parts[0].source_fqn)
     whole = Box.whole(view.shape)
-    volume = 0
+    volume = sum(box.volume for box in view.zeros)
     for part in view.parts:
         source = manifest.tensor(part.source_fqn)
         if source.dtype != first.dtype:
@@ -149,7 +176,9 @@ def _record(manifest: Manifest, view: View) -> TensorMeta:
         volume += part.source.volume
     if volume != whole.volume:
         raise LayoutError(f"parts have {volume:,} elements, the target {whole.volume:,}", where=view.fqn)
-    path = (*first.path[:-1], view.fqn) if len(first.path) > 1 else (view.fqn,)
+    path = view.path
+    if path is None:
+        path = (*first.path[:-1], view.fqn) if len(first.path) > 1 else (view.fqn,)
     return TensorMeta(view.fqn, first.dtype, view.shape, first.section, path)
 
 

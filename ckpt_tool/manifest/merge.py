@@ -12,7 +12,7 @@ from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 
-__all__ = ["PartBounds", "bounds_of", "merge_manifests", "replace_chunks", "split_manifest"]
+__all__ = ["PartBounds", "bounds_of", "merge_manifests", "replace_chunks", "split_manifest", "stacked_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def replace_chunks(manifest: Manifest, bounds: PartBounds, chunks: ChunkTable) -
     )
     before = manifest.chunks.take(np.arange(bounds.chunks[0]))
     behind = manifest.chunks.take(np.arange(bounds.chunks[1], len(manifest.chunks)))
-    return _stacked([before, part, behind], manifest.tensors.shape.shape[1])
+    return stacked_chunks([before, part, behind], manifest.tensors.shape.shape[1])
 
 
 def _merged_chunks(parts: Sequence[Manifest], width: int) -> ChunkTable:
@@ -121,11 +121,11 @@ def _merged_chunks(parts: Sequence[Manifest], width: int) -> ChunkTable:
         )
         n_tensors += len(part.tensors)
         n_files += len(part.files)
-    return _stacked(shifted, width)
+    return stacked_chunks(shifted, width)
 
 
-def _stacked(tables: Sequence[ChunkTable], width: int) -> ChunkTable:
-    """Rows of several chunk tables, one after another."""
+def stacked_chunks(tables: Sequence[ChunkTable], width: int) -> ChunkTable:
+    """Rows of several chunk tables, one after another, for tensors of ``width`` dimensions at most."""
     strides = None
     if any(table.strides is not None for table in tables):
         strides = np.concatenate(

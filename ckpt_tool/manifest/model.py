@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from ckpt_tool.geometry.box import Box
     from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
-__all__ = ["Blob", "Chunk", "FileEntry", "FileRange", "KeyPath", "Manifest", "MeshInfo", "TensorMeta"]
+__all__ = ["ZEROS", "Blob", "Chunk", "FileEntry", "FileRange", "KeyPath", "Manifest", "MeshInfo", "TensorMeta"]
+
+ZEROS = "zeros"
+"""The codec of a file that is nowhere stored: ``nbytes`` zeros."""
+
 
 KeyPath = tuple["str | int", ...]
 """Where a value sits in a nested state dict: dict keys and list positions."""
@@ -97,7 +101,7 @@ class FileEntry:
     nbytes: int
     """Size in bytes; of the decoded content where ``codec`` is set; -1 while unknown."""
     codec: str | None = None
-    """``deflate`` or ``zstd``: chunk offsets count in the decoded content of ``part``."""
+    """``deflate`` or ``zstd``: chunk offsets count in the decoded content of ``part``; `ZEROS` for a file of zeros."""
     part: FileRange | None = None
     """The encoded bytes, None for a plain file."""
 

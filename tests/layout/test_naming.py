@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from ckpt_tool.engine.memory import read_boxes
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.layout.naming import Fact, Renaming, rename
+from ckpt_tool.layout.naming import Renaming, rename
 from ckpt_tool.layout.naming_match import choose_naming, match_names
 from ckpt_tool.layout.naming_rules import builtin_namings, load_naming
+from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import apply_views
 from ckpt_tool.storage.recording import MemoryStore
 from tests.strategies import partitions

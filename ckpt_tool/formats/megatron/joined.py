@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.manifest.merge import stacked_chunks
 from ckpt_tool.manifest.model import FileEntry
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["joined", "with_folder"]
 
@@ -32,20 +32,7 @@ def joined(first: Tables, second: Tables) -> Tables:
     width = tensors.shape.shape[1]
     one, other = first[1], second[1]
     other = other.replace(tensor=(other.tensor + len(first[0])).astype(np.int32), file=files[other.file])
-    strides = None
-    if one.strides is not None or other.strides is not None:
-        strides = np.concatenate([_widened(_strides(table), width, 1) for table in (one, other)])
-    chunks = ChunkTable.from_columns(
-        tensor=np.concatenate([one.tensor, other.tensor]),
-        offsets=np.concatenate([_widened(table.offsets, width, 0) for table in (one, other)]),
-        sizes=np.concatenate([_widened(table.sizes, width, 1) for table in (one, other)]),
-        file=np.concatenate([one.file, other.file]),
-        offset=np.concatenate([one.offset, other.offset]),
-        length=np.concatenate([one.length, other.length]),
-        rank=np.concatenate([one.rank, other.rank]),
-        flags=np.concatenate([one.flags, other.flags]),
-        strides=strides,
-    )
+    chunks = stacked_chunks([one, other], width)
     return tensors, chunks, FileTable(tuple(entries))
 
 
@@ -60,17 +47,3 @@ def with_folder(files: FileTable, folder: str) -> FileTable:
             part = type(part)(f"{folder}/{part.path}", part.offset, part.length)
         moved.append(FileEntry(f"{folder}/{entry.path}", entry.nbytes, entry.codec, part))
     return FileTable(tuple(moved))
-
-
-def _widened(column: IntArray, width: int, fill: int) -> IntArray:
-    if column.shape[1] >= width:
-        return column[:, :width]
-    padding = np.full((len(column), width - column.shape[1]), fill, dtype=np.int64)
-    return np.concatenate([column, padding], axis=1)
-
-
-def _strides(chunks: ChunkTable) -> IntArray:
-    if chunks.strides is not None:
-        return chunks.strides
-    packed = [contiguous_strides(tuple(sizes)) for sizes in chunks.sizes.tolist()]
-    return np.array(packed, dtype=np.int64).reshape(len(chunks), chunks.sizes.shape[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ckpt_tool.manifest.model import KeyPath
 
 __all__ = ["TargetCommon", "is_common", "is_distributed", "target_common"]
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _OF_RANKS = ("rng_state", "rerun_state_machine", "rerun_state_machine_state")
 
 
@@ -61,8 +62,8 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
             "the source has no args of a Megatron run, which Megatron needs to resume",
             hint="megatron-dist takes checkpoints of Megatron, see ckpt inspect",
         )
-    notes = list(_vocabulary_notes(args, grid))
-    flags: dict[str, bool] = {}
+    notes: list[str] = []
+    flags: dict[str, Any] = _vocabulary(request, paths)
     if not has_rng:
         flags["no_save_rng"] = True
         notes.append("args.no_save_rng is set: no random states are written, and Megatron starts them afresh")
@@ -121,17 +122,7 @@ def _has_experts(paths: Sequence[KeyPath]) -> bool:
     return any(".mlp.experts." in key for path in paths if (key := weight_key(path)) is not None)
 
 
-def _vocabulary_notes(args: Stub, grid: TargetGrid) -> Iterator[str]:
-    """A line where the target's tensor parallelism would pad the vocabulary to another size."""
-    vocabulary = args.attribute("vocab_size")
-    divisor = args.attribute("make_vocab_size_divisible_by")
-    padded = args.attribute("padded_vocab_size")
-    if not all(type(value) is int and value > 0 for value in (vocabulary, divisor, padded)):
-        return
-    step = divisor * grid.tp
-    target = -(-vocabulary // step) * step
-    if target != padded:
-        yield (
-            f"the vocabulary keeps its {padded:,} padded rows; a run of --tp {grid.tp} pads it to {target:,}, and "
-            "Megatron cuts or fills the difference on loading"
-        )
+def _vocabulary(request: WriteRequest, paths: Sequence[KeyPath]) -> dict[str, int]:
+    """How many rows the vocabulary has, as an argument; nothing where no tensor tells."""
+    rows = next((row for row, path in enumerate(paths) if path[-1] == _EMBEDDING and path[0] == "model"), None)
+    return {} if rows is None else {"padded_vocab_size": int(request.tensors.shape[rows, 0])}

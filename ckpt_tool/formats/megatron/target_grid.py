@@ -68,7 +68,7 @@ class TargetGrid:
         return self.ep > 1 or self.expert_tensor_size(args) != self.tp
 
 
-def target_args(args: Stub, grid: TargetGrid, **flags: bool) -> Stub:
+def target_args(args: Stub, grid: TargetGrid, **flags: Any) -> Stub:
     """A copy of a run's arguments that says of itself what a run of ``grid`` would.
 
     Sizes that every version compares on loading are set always, others where the source's version has them.
