@@ -113,19 +113,17 @@ def _from_config(
     arguments["padded_vocab_size"] = padded_size(arguments["vocab_size"], divisor, tp)
     facts = {name: Fact(value, evidence) for name, value, evidence in _facts(arguments, where)}
     variant = "local" if arguments.get("transformer_impl") == "local" else ""
-    renaming = rename_back(
-        naming, shapes, facts, n_rows={"vocab": arguments["padded_vocab_size"]}, variant=variant
-    )
+    renaming = rename_back(naming, shapes, facts, n_rows={"vocab": arguments["padded_vocab_size"]}, variant=variant)
     views = [_in_model(view) for view in renaming.views]
     result = apply_views(manifest, views)
     keys = {view.fqn: view.shape for view in renaming.views}
     known = {name: value for name, value in arguments.items() if isinstance(value, (int, str, float, bool))}
     result = result.replace(info={"args": known, "folder": "release"}, blobs=())
+    n_tokens, n_rows = arguments["vocab_size"], arguments["padded_vocab_size"]
     notes = [
         f"{len(shapes):,} tensors become {len(views):,}: {naming.name}, read backwards ({where})",
         *renaming.notes,
-        f"the vocabulary of {arguments['vocab_size']:,} is padded to {arguments['padded_vocab_size']:,} rows: a multiple "
-        f"of {divisor} (make_vocab_size_divisible_by) times {tp} tensor-parallel ranks",
+        f"the vocabulary of {n_tokens:,} is padded to {n_rows:,} rows: {divisor} (make_vocab_size_divisible_by) x {tp}",
         *translated.notes,
     ]
     dropped += [Dropped(fqn, why) for fqn, why in renaming.dropped]
@@ -174,6 +172,4 @@ def _facts(arguments: Mapping[str, Any], where: str) -> list[tuple[str, int, str
         "heads": "num_attention_heads", "kv_heads": "num_query_groups", "head_dim": "kv_channels",
         "layers": "num_layers", "experts": "num_experts",
     }  # fmt: skip
-    return [
-        (fact, int(arguments[name]), f"{name} by {where}") for fact, name in named.items() if arguments.get(name)
-    ]
+    return [(fact, int(arguments[name]), f"{name} by {where}") for fact, name in named.items() if arguments.get(name)]

@@ -7,7 +7,7 @@ ranks, another number of rows. Embedding, output layer and their optimizer state
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.api.conversion import Dropped
@@ -58,7 +58,7 @@ def repadded(manifest: Manifest, args: Mapping[str, Any], *, tp: int) -> Padded:
     before = rows.pop()
     target, why = _target(before, args, tp)
     if target is None or target == before:
-        return Padded(manifest, (), (why,) if target is None and why else ())
+        return Padded(manifest, (), (why,) if target is None else ())
     is_table = {meta.fqn for meta in tables}
     kept = [fqn for fqn in manifest.tensors.fqns if fqn not in is_table]
     result = apply_views(manifest, [_with_rows(meta, target) for meta in tables], keep=kept)
@@ -75,7 +75,10 @@ def _target(before: int, args: Mapping[str, Any], tp: int) -> tuple[int | None, 
     divisor, n_tokens = args.get("make_vocab_size_divisible_by"), args.get("vocab_size")
     saved_tp = args.get("tensor_model_parallel_size")
     if type(divisor) is not int or divisor < 1 or type(saved_tp) is not int or saved_tp < 1:
-        return None, ""
+        return None, (
+            f"the vocabulary keeps its {before:,} rows: args do not say make_vocab_size_divisible_by and the source's "
+            "tensor parallelism; Megatron cuts or fills a difference on loading"
+        )
     step, new_step = divisor * saved_tp, divisor * tp
     # A tokenizer may add a token of its own to args.vocab_size.
     sizes = [n for n in (n_tokens, n_tokens + 1) if padded_size(n, divisor, saved_tp) == before] if (

@@ -116,7 +116,6 @@ def reshard(
         rank_state=None if rank_state is None else rank_state.value,
         unequal=unequal,
         optim_style=None if optim_style is None else optim_style.value,
-        unequal=None if unequal is None else unequal.value,
         config=config,
         arguments=parse_arguments(arg or ()),
         memory_budget_bytes=parse_bytes(memory),

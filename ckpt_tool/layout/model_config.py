@@ -122,7 +122,9 @@ def arguments_of(config: Mapping[str, Any], where: str) -> Translated:
             continue
         found = next((value for key in same.config if (value := _lookup(config, key)) is not None), same.default)
         if found is None and same.argument not in ("num_query_groups", "kv_channels"):
-            raise LayoutError(f"{same.config[0]} is not there", where=where, hint="it is needed for Megatron's arguments")
+            raise LayoutError(
+                f"{same.config[0]} is not there", where=where, hint="it is needed for Megatron's arguments"
+            )
         if found not in (None, ""):
             values[same.argument] = (not found) if same.is_negated else found
     heads = values["num_attention_heads"]

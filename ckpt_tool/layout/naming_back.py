@@ -109,9 +109,7 @@ def rename_back(
             hint=f"give {' '.join(f'--fact {name}=N' for name in missing)}",
         )
     n_layers = _count("layers", {use.layer for own in uses.values() for use in own}, known)
-    is_stacked = all(
-        len({use.layer for use in own}) == n_layers for own in uses.values() if own[0].layer is not None
-    )
+    is_stacked = all(len({use.layer for use in own}) == n_layers for own in uses.values() if own[0].layer is not None)
     views = [
         view
         for (back, rule), own in uses.items()
@@ -202,7 +200,7 @@ def _count(what: str, found: set[int | None], facts: Mapping[str, Fact], where: 
     return n
 
 
-def _views(  # noqa: PLR0913 - all that a view is made of
+def _views(
     back: str,
     rule: NamingRule,
     uses: Sequence[_Use],
@@ -244,9 +242,7 @@ def _joined(
     """One tensor of all its parts, layers and experts."""
     parts = rule.parts or (NamedPart(""),)
     numbers = {name: {getattr(use, name) for use in uses} for name in _NUMBERED}
-    lead = tuple(
-        _count(f"{what}s", numbers[what], facts, name) for what in _NUMBERED if numbers[what] != {None}
-    )
+    lead = tuple(_count(f"{what}s", numbers[what], facts, name) for what in _NUMBERED if numbers[what] != {None})
     by_place: dict[tuple[int, ...], dict[str, str]] = defaultdict(dict)
     for use in uses:
         place = tuple(number for number in (use.layer, use.expert) if number is not None)
@@ -304,7 +300,7 @@ def _check_parts(
             )
 
 
-def _unit(  # noqa: PLR0913 - all that the sizes are checked against
+def _unit(
     name: str,
     rule: NamingRule,
     shapes: Sequence[tuple[int, ...]],

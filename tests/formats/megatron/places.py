@@ -120,6 +120,17 @@ def _bytes(values: torch.Tensor) -> bytes:
     return raw
 
 
+def padded_for(truth: dict[str, Truth], tp: int) -> dict[str, Truth]:
+    """The same with a vocabulary of 100 padded for ``tp`` ranks (8 rows each, or more): cut off, or filled."""
+    rows = -(-100 // (8 * tp)) * 8 * tp
+    found = dict(truth)
+    for fqn, one in truth.items():
+        if fqn.endswith(("word_embeddings.weight", "output_layer.weight")):
+            nbytes = len(one.data) // one.shape[0] * rows
+            found[fqn] = Truth(one.dtype, (rows, *one.shape[1:]), one.data[:nbytes].ljust(nbytes, b"\0"))
+    return found
+
+
 def renamed(name: str) -> str:
     """Our name of a tensor in a ``truth.safetensors``: ``model/<key>``, ``optimizer.state.param/<key>``."""
     return name.replace("/", ".", 1)
