@@ -22,7 +22,7 @@ from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.plan.build import PlanLimits
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.store import Listing, Store
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "Checkpoint", "TensorView", "open_checkpoint", "plan_limits"]
 
@@ -162,6 +162,11 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
     def __repr__(self) -> str:
         """URL, format and number of tensors."""
         return f"<Checkpoint {self.url} {self.format}, {len(self):,} tensors>"
+
+    def reopened(self, store: Store, listing: Listing) -> Checkpoint:
+        """The same files, read through ``store``, with all that is known of them by now."""
+        source = Source(store, listing)
+        return Checkpoint(self.url, source, self.reader, self._manifest, self._memory_budget_bytes)
 
     def close(self) -> None:
         """Release file handles; the manifest stays usable."""

@@ -5,52 +5,42 @@ Each rank reads the bytes that its own boxes need, or each byte is read once and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.load_exchange import Exchange, choose_exchange
-from ckpt_tool.api.load_match import (
-    Expected,
-    Match,
-    NameMap,
-    Problem,
-    SavedValues,
-    match_tensors,
-    misfit,
-    unexpected_tensors,
-)
-from ckpt_tool.engine.landing import Filler, Landing, box_rows, rank_manifest
-from ckpt_tool.engine.pool import run_units
+from ckpt_tool.api.load_cache import Known, find_known, keep_known
+from ckpt_tool.api.load_exchange import Choice, Exchange, choose_exchange
+from ckpt_tool.api.load_manifest import SharedManifest
+from ckpt_tool.api.load_match import NameMap, Problem, SavedValues, misfit, unexpected_tensors
+from ckpt_tool.api.load_move import Moved, Moves, plan_moves, run_moves
+from ckpt_tool.api.load_target import Target, matched, state_key, target_of
+from ckpt_tool.engine.landing import Landing
 from ckpt_tool.errors import UsageError
-from ckpt_tool.manifest.arrow import from_ipc, to_ipc
-from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.tables import ChunkFlag, IntArray
-from ckpt_tool.plan.build import PlanLimits, make_plan
-from ckpt_tool.plan.model import Plan
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.tables import FileTable, IntArray
 from ckpt_tool.storage.decode import open_files
-from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.open import open_payload
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.checkpoint import Checkpoint
     from ckpt_tool.engine.distributed_group import Group
+    from ckpt_tool.engine.distributed_hosts import Hosts
     from ckpt_tool.frameworks.state import LiveState
 
 __all__ = ["DEFAULT_LOAD_MEMORY_BYTES", "LoadReport", "load"]
 
 DEFAULT_LOAD_MEMORY_BYTES = 64 << 20
 
-_TILE_BYTES = 4 << 20
-_UNIT_BYTES = 16 << 20
-_FAR_GAP_BYTES = 1 << 18  # storage where longer gaps than this are cheap to read is worth several threads
 _GATHERED = 1_000  # problems of one rank that the others hear of
+_WAYS = ("auto", "none", "shared-memory", "all-to-all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +48,7 @@ class LoadReport:
     """What one rank's load did."""
 
     exchange: str
-    """``none`` or ``all-to-all``."""
+    """``none``, ``shared-memory`` or ``all-to-all``."""
     why: str
     """What decided that."""
     n_tensors: int
@@ -73,7 +63,7 @@ class LoadReport:
     sent_nbytes: int
     received_nbytes: int
     max_buffer_nbytes: int
-    """Largest sum of exchange buffers."""
+    """Shared memory, or send and receive buffers, that this rank had at most."""
     missing: tuple[str, ...]
     """Tensors and values of the state that the checkpoint does not have; they kept their values."""
     unexpected: tuple[str, ...]
@@ -83,6 +73,8 @@ class LoadReport:
     seconds: float
     plan_seconds: float
     """Of these, until the first byte of payload was read."""
+    is_replayed: bool
+    """Whether the plan was that of an earlier load of the same structure."""
 
 
 def load(  # noqa: PLR0913 - the options of a command
@@ -104,7 +96,8 @@ def load(  # noqa: PLR0913 - the options of a command
     of these, in memory of any strides; none is replaced, and no full tensor is made. Other values are replaced by those
     of the same name. Modules stand for their state dicts, other stateful objects get back what they handed out.
 
-    The first rank reads the metadata and shares it. Without torch.distributed, or with one rank, nothing is exchanged.
+    One rank of each host reads the metadata and shares it. Without torch.distributed, or with one rank, nothing is
+    exchanged. What was planned is kept for the next load of the same files into the same structure.
 
     Args:
         state: nested dicts and lists, as ``{"model": model.state_dict(), "optim": ...}``.
@@ -115,9 +108,10 @@ def load(  # noqa: PLR0913 - the options of a command
             loads alone. With ``strict=False`` what is missing keeps its value and what is unexpected is left; the
             report lists both. Values that are no tensors are never an error.
         cast: convert element types where they differ, instead of stopping.
-        exchange: ``none``: each rank reads what it needs; ``all-to-all``: each byte is read by one rank and sent to the
-            others that need it; ``auto`` decides by how much is shared and how fast storage and exchange are measured
-            to be.
+        exchange: ``none``: each rank reads what it needs; ``shared-memory``: each byte is read once per host, and
+            copied there by all ranks that need it; ``all-to-all``: each byte is read once by some rank and sent to the
+            others that need it; ``auto`` decides by how much is shared and how fast reading, copying and sending are
+            measured to be.
         memory_budget_bytes: bound for all buffers of this rank, exchange included.
         names: what a tensor of the state is called in the checkpoint, where that is another name.
         n_workers: reading threads of each rank, None for a number that suits the storage.
@@ -127,223 +121,179 @@ def load(  # noqa: PLR0913 - the options of a command
         LayoutError: tensors that do not fit, listed once, on every rank.
         CkptError: any other failure of any rank, on every rank. Tensors are then partly filled.
     """
-    if exchange not in {"auto", "none", "all-to-all"}:
-        raise UsageError(f"exchange must be auto, none or all-to-all, got {exchange!r}")
+    if exchange not in _WAYS:
+        raise UsageError(f"exchange must be one of {', '.join(_WAYS)}, got {exchange!r}")
     from ckpt_tool.engine.distributed_group import Group
 
-    loading = _Loading(
-        Group(process_group, timeout_s=timeout_s), os.fspath(url), names, cast=cast,
-        memory_budget_bytes=memory_budget_bytes, n_workers=n_workers,
-    )  # fmt: skip
-    return loading.run(state, strict=strict, exchange=exchange)
+    options = _Options(strict, cast, exchange, memory_budget_bytes, names, n_workers)
+    return _Loading(Group(process_group, timeout_s=timeout_s), os.fspath(url), options).run(state)
 
 
-@dataclass(slots=True)
-class _Target:
-    """This rank's side of the join."""
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How to load."""
 
-    live: LiveState
-    match: Match
-    landings: list[Landing]
-    rows: IntArray
-    """`box_rows` of the landings."""
-    filled_nbytes: int
+    strict: bool
+    cast: bool
+    exchange: Exchange
+    memory_budget_bytes: int
+    names: NameMap | None
+    n_workers: int | None
 
-    def problems(self, *, strict: bool) -> list[Problem]:
-        """What does not fit on this rank."""
-        return [problem for problem in self.match.problems if strict or problem.kind != "missing"]
+    @property
+    def key(self) -> tuple[Any, ...] | None:
+        """What a plan depends on; None where that cannot be told, since a function may change its mind."""
+        if callable(self.names):
+            return None
+        names = None if self.names is None else tuple(sorted(self.names.items()))
+        return (self.strict, self.cast, self.exchange, self.memory_budget_bytes, names)
 
 
 class _Loading:
     """One call of ``load`` on one rank."""
 
-    def __init__(
-        self, group: Group, url: str, names: NameMap | None, *, cast: bool, memory_budget_bytes: int,
-        n_workers: int | None,
-    ) -> None:  # fmt: skip
-        self._group = group
-        self._url = url
-        self._names = names
-        self._cast = cast
-        self._memory_budget_bytes = memory_budget_bytes
-        self._n_workers = n_workers
-        self._checkpoint: Checkpoint | None = None
+    def __init__(self, group: Group, url: str, options: _Options) -> None:
+        self._group, self._url, self._options = group, url, options
         self._store: Store | None = None
 
-    def run(self, state: Any, *, strict: bool, exchange: Exchange) -> LoadReport:
+    def run(self, state: Any) -> LoadReport:
         started = time.perf_counter()
+        from ckpt_tool.engine.distributed_hosts import hosts_of
         from ckpt_tool.frameworks.state import walk_state
 
         live, failure = _attempt(lambda: walk_state(state))
-        has_values = live is not None and bool(live.slots or live.finish)
-        (any_values,) = self._group.agree(failure, [float(has_values)])
+        hosts = hosts_of(self._group)
+        shared = SharedManifest(self._group, hosts, self._url)
         try:
-            manifest = self._manifest(live, with_values=bool(any_values))
-            target, failure = _attempt(lambda: self._target(live, manifest))
-            own = target.problems(strict=strict) if target else []
-            rows = target.rows if target else np.zeros((0, 1), dtype=np.int64)
-            everyone, n_problems = self._group.gather_noting(rows, len(own), failure)
-            unexpected = self._check(manifest, everyone, own if any(n_problems) else None, strict=strict)
-            manifest = self._resolved(manifest, everyone)
-            choice = choose_exchange(exchange, manifest, everyone, self._payload(manifest), self._group)
-            if choice.exchange == "all-to-all":
-                moved = self._exchange(manifest, target, everyone)
-            else:
-                moved = self._read_own(manifest, target)
+            key = self._key(live)
+            known = None
+            if failure is None and key is not None:
+                known, failure = _attempt(lambda: self._known(key, shared))
+            has_values = live is not None and bool(live.slots or live.finish)
+            row = [has_values, known.fingerprint if known is not None else 0]
+            heard = self._group.gather_row(row, failure)
+            any_values = bool(heard[:, 0].any())
+            is_replayed = known is not None and bool((heard[:, 1] == known.fingerprint).all())
+            if known is None or not is_replayed:
+                known = self._plan(live, shared, hosts, with_values=any_values)
+                if key is not None:
+                    keep_known(self._group.process_group, key, known)
+            begun = time.perf_counter()
+            moved = self._move(known, live, hosts)
         finally:
-            for opened in (self._checkpoint, self._store):
-                if opened is not None:
-                    opened.close()
-        n_values, missing = self._set_values(manifest, live) if any_values else (0, [])
+            shared.close()
+            if self._store is not None:
+                self._store.close()
+        target = known.target
+        n_values, missing = self._set_values(known.blobs, live) if any_values else (0, [])
         missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
         return LoadReport(
-            exchange=choice.exchange, why=choice.why, n_tensors=sum(row >= 0 for row in target.match.rows),
+            exchange=known.choice.exchange, why=known.choice.why, n_tensors=sum(row >= 0 for row in target.match.rows),
             n_values=n_values, filled_nbytes=target.filled_nbytes, read_nbytes=moved.read,
-            probe_nbytes=choice.probe_nbytes, sent_nbytes=moved.sent, received_nbytes=moved.received,
-            max_buffer_nbytes=moved.buffers, missing=tuple(missing), unexpected=unexpected,
-            renamed=target.match.renamed, seconds=time.perf_counter() - started, plan_seconds=moved.begun - started,
+            probe_nbytes=0 if is_replayed else known.choice.probe_nbytes, sent_nbytes=moved.sent,
+            received_nbytes=moved.received, max_buffer_nbytes=moved.buffers, missing=tuple(missing),
+            unexpected=known.unexpected, renamed=target.match.renamed, seconds=time.perf_counter() - started,
+            plan_seconds=begun - started, is_replayed=is_replayed,
         )  # fmt: skip
 
-    def _manifest(self, live: LiveState, *, with_values: bool) -> Manifest:
-        """The checkpoint's manifest, read by the first rank, with exact places of what that rank's state has."""
+    def _key(self, live: LiveState | None) -> tuple[Any, ...] | None:
+        if live is None or self._options.key is None:
+            return None
+        return (self._url, self._options.key, state_key(live))
 
-        def read() -> bytes:
-            self._checkpoint = checkpoint = open_checkpoint(self._url)
-            if with_values:
-                checkpoint.load_blobs()
-            found = self._match(live, checkpoint.manifest).rows
-            manifest = checkpoint.resolve([checkpoint.manifest.tensors.fqns[row] for row in found if row >= 0])
-            return b"" if self._group.size == 1 else to_ipc(manifest if with_values else manifest.replace(blobs=()))
+    def _known(self, key: tuple[Any, ...], shared: SharedManifest) -> Known | None:
+        """What an earlier load has found out, where leaders see the files that it saw."""
+        known = find_known(self._group.process_group, key)
+        if known is not None and shared.is_leader and not shared.is_unchanged(known.stamp):
+            return None
+        return known
 
-        data = self._group.share(read)
-        return from_ipc(data) if self._checkpoint is None else self._checkpoint.manifest
+    def _plan(self, live: LiveState, shared: SharedManifest, hosts: Hosts, *, with_values: bool) -> Known:
+        """All that is to be known before payload is read; the same failures on every rank."""
+        options, group = self._options, self._group
 
-    def _resolved(self, manifest: Manifest, everyone: Sequence[IntArray]) -> Manifest:
-        """The manifest with exact places of all tensors that some rank wants, where the first one lacks some."""
-        wanted = np.zeros(len(manifest.tensors), dtype=bool)
-        for rows in everyone:
-            wanted[rows[:, 0]] = True
-        is_open = (manifest.chunks.flags & ChunkFlag.UNRESOLVED) != 0
-        if not (is_open & wanted[manifest.chunks.tensor]).any():
-            return manifest
-        checkpoint = self._checkpoint
+        def wanted(manifest: Manifest) -> list[str]:
+            rows = matched(live, manifest, options.names, cast=options.cast).rows
+            return [manifest.tensors.fqns[row] for row in rows if row >= 0]
 
-        def resolve() -> bytes:
-            if checkpoint is None:
-                return b""
-            found = checkpoint.resolve([manifest.tensors.fqns[row] for row in np.flatnonzero(wanted).tolist()])
-            return to_ipc(found.replace(blobs=()))
+        shared.read(wanted, with_values=with_values)
 
-        return from_ipc(self._group.share(resolve)).replace(blobs=manifest.blobs)
+        def aim() -> tuple[Manifest, Target, dict[int, Landing]]:
+            manifest = shared.manifest()
+            target = target_of(live, manifest, matched(live, manifest, options.names, cast=options.cast))
+            self._payload(manifest)  # here, so that one look at all ranks tells of either's failure
+            return manifest, target, target.landings(live)
+
+        aimed, failure = _attempt(aim)
+        own = aimed[1].problems(strict=options.strict) if aimed else []
+        rows = aimed[1].rows if aimed else np.zeros((0, 1), dtype=np.int64)
+        everyone, n_problems = group.gather_noting(rows, len(own), failure)
+        manifest, target, landings = aimed
+        unexpected = self._check(manifest, everyone, own if any(n_problems) else None)
+        if shared.resolve(manifest, everyone):
+            found, failure = _attempt(shared.manifest)
+            group.agree(failure)
+            manifest = found.replace(blobs=manifest.blobs)
+        choice = choose_exchange(options.exchange, manifest, everyone, self._payload(manifest), group, hosts)
+        moves, failure = _attempt(lambda: self._moves(choice, manifest, everyone, landings, hosts))
+        group.agree(failure)
+        stamp = shared.stamp if shared.is_leader else None
+        return Known(
+            _fingerprint(shared.digest, everyone, choice), stamp, target, unexpected, manifest.files, manifest.blobs,
+            choice, moves,
+        )  # fmt: skip
+
+    def _moves(
+        self, choice: Choice, manifest: Manifest, everyone: list[IntArray], landings: dict[int, Landing], hosts: Hosts
+    ) -> Moves:
+        return plan_moves(
+            choice.exchange, manifest, everyone, landings, self._payload(manifest), self._group, hosts,
+            self._options.memory_budget_bytes,
+        )  # fmt: skip
+
+    def _move(self, known: Known, live: LiveState, hosts: Hosts) -> Moved:
+        made, failure = _attempt(lambda: (known.target.landings(live), self._store_of(known.files)))
+        if failure is not None or known.moves.exchange != "none":
+            self._group.agree(failure)
+        landings, store = made
+        return run_moves(known.moves, landings, store, self._group, hosts, self._options.n_workers)
 
     def _payload(self, manifest: Manifest) -> Store:
         """The store of this rank's reads."""
+        return self._store_of(manifest.files)
+
+    def _store_of(self, files: FileTable) -> Store:
         if self._store is None:
-            self._store = open_files(open_store(self._url)[0], manifest.files, self._memory_budget_bytes // 4)
+            self._store = open_files(open_payload(self._url), files, self._options.memory_budget_bytes // 4)
         return self._store
 
-    def _match(self, live: LiveState, manifest: Manifest) -> Match:
-        expected = [Expected(leaf.path, leaf.shape, leaf.dtype) for leaf in live.leaves]
-        return match_tensors(manifest, expected, names=self._names, cast=self._cast)
-
-    def _target(self, live: LiveState, manifest: Manifest) -> _Target:
-        """What is to be filled; opens the store too, so that one look at all ranks tells of either's failure."""
-        from ckpt_tool.frameworks.memory import memory_of
-
-        self._payload(manifest)
-        match = self._match(live, manifest)
-        bad = {problem.fqn for problem in match.problems}
-        width = manifest.tensors.shape.shape[1]
-        landings: list[Landing] = []
-        boxes, filled = [], 0
-        for leaf, row in zip(live.leaves, match.rows, strict=True):
-            if row < 0 or leaf.fqn in bad:
-                continue
-            for part in leaf.parts:
-                if part.box.volume:
-                    landings.append(Landing(row, part.box, leaf.dtype, memory_of(part.view)))
-                    boxes.append((row, part.box))
-                    filled += leaf.dtype.nbytes(part.box.volume)
-        present = sorted({row for row in match.rows if row >= 0})  # also those of which this rank holds nothing
-        empty = np.zeros((len(present), 1 + 2 * width), dtype=np.int64)
-        empty[:, 0] = present
-        return _Target(live, match, landings, np.concatenate([box_rows(boxes, width), empty]), filled)
-
-    def _check(
-        self, manifest: Manifest, everyone: Sequence[IntArray], own: list[Problem] | None, *, strict: bool
-    ) -> tuple[str, ...]:
+    def _check(self, manifest: Manifest, everyone: Sequence[IntArray], own: list[Problem] | None) -> tuple[str, ...]:
         """Names that only the checkpoint has; raises when something does not fit on some rank.
 
         ``own`` are this rank's problems, None when no rank has any.
         """
-        unexpected = unexpected_tensors(manifest, {int(row) for rows in everyone for row in np.unique(rows[:, 0])})
+        used = np.unique(np.concatenate([rows[:, 0] for rows in everyone]))
+        unexpected = [] if len(used) == len(manifest.tensors) else unexpected_tensors(manifest, set(used.tolist()))
         problems: dict[Problem, None] = {}
         if own is not None:
             for text in self._group.gather_texts(json.dumps([asdict(each) for each in own[:_GATHERED]])):
                 problems |= dict.fromkeys(Problem(**fields) for fields in json.loads(text))
-        if strict:
+        if self._options.strict:
             problems |= dict.fromkeys(unexpected)
         if problems:
             raise misfit(self._url, list(problems), manifest)
         return tuple(problem.fqn for problem in unexpected)
 
-    def _read_own(self, manifest: Manifest, target: _Target) -> _Moved:
-        """Read what this rank needs, straight into place."""
-        fillers: list[Filler] = []
-        begun = time.perf_counter()
-
-        def read() -> None:
-            nonlocal begun
-            store, rank = self._payload(manifest), self._group.rank
-            quarter = self._memory_budget_bytes // 4
-            limits = PlanLimits(min(_TILE_BYTES, quarter), quarter, _UNIT_BYTES)
-            plan = make_plan(manifest, rank_manifest(manifest, {rank: target.rows}, self._group.size), limits=limits)
-            landings = dict(enumerate(target.landings))
-            begun = time.perf_counter()
-
-            def filler() -> Filler:
-                fillers.append(Filler(plan, store, landings))
-                return fillers[-1]
-
-            n_workers = self._n_workers or (store.cost.concurrency if store.cost.max_gap_bytes > _FAR_GAP_BYTES else 1)
-            for _ in run_units(range(plan.tiles.n_units), filler, n_workers=n_workers):
-                pass
-
-        self._group.agree(_attempt(read)[1])
-        return _Moved(begun, sum(each.read_nbytes for each in fillers), 0, 0, 0)
-
-    def _exchange(self, manifest: Manifest, target: _Target, everyone: list[IntArray]) -> _Moved:
-        """Read this rank's share of what the group needs, and exchange."""
-        from ckpt_tool.engine.distributed_exchange import exchange_tile_bytes, run_exchange, schedule
-
-        group = self._group
-        tile_bytes = exchange_tile_bytes(self._memory_budget_bytes, group.size)
-
-        def prepare() -> tuple[Plan, Any]:
-            limits = PlanLimits(tile_bytes, tile_bytes, 1 << 40, one_read_per_tile=True)
-            joint = rank_manifest(manifest, dict(enumerate(everyone)), group.size)
-            plan = make_plan(manifest, joint, limits=limits)
-            return plan, schedule(plan, group.size, round_bytes=tile_bytes)
-
-        prepared, failure = _attempt(prepare)
-        group.agree(failure)
-        plan, plan_schedule = prepared
-        first = sum(len(rows) for rows in everyone[: group.rank])
-        landings = {first + number: landing for number, landing in enumerate(target.landings)}
-        begun = time.perf_counter()
-        moved = run_exchange(plan, plan_schedule, self._payload(manifest), landings, group)
-        return _Moved(begun, moved.read_nbytes, moved.sent_nbytes, moved.received_nbytes, moved.max_buffer_nbytes)
-
-    def _set_values(self, manifest: Manifest, live: LiveState) -> tuple[int, list[str]]:
+    def _set_values(self, blobs: Sequence[Blob], live: LiveState) -> tuple[int, list[str]]:
         """Set what is no tensor; returns how many were set, and the names of those not found."""
         missing: list[str] = []
 
         def set_all() -> None:
-            saved = SavedValues(manifest.blobs, self._group.rank)
+            saved = SavedValues(blobs, self._group.rank)
             for slot in live.slots:
                 found, value = saved.find(slot.path)
                 if found:
-                    slot.set(value)
+                    slot.set(deepcopy(value))  # the blob serves later loads too
                 else:
                     missing.append(slot.fqn)
             for finish in live.finish:
@@ -353,20 +303,17 @@ class _Loading:
         return len(live.slots) - len(missing), missing
 
 
+def _fingerprint(digest: int, everyone: Sequence[IntArray], choice: Choice) -> int:
+    """A number, never 0, that is equal on all ranks of one load, and other for any other one."""
+    found = hashlib.blake2b(f"{digest} {choice.exchange}".encode(), digest_size=7)
+    for rows in everyone:
+        found.update(np.ascontiguousarray(rows).data)
+    return int.from_bytes(found.digest(), "little") + 1
+
+
 def _attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """``(what make returns, None)``, or ``(None, its failure)``, to be raised on every rank."""
     try:
         return make(), None
     except Exception as error:  # noqa: BLE001 - raised by Group.agree
         return None, error
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """Bytes moved on this rank, and when that began."""
-
-    begun: float
-    read: int
-    sent: int
-    received: int
-    buffers: int

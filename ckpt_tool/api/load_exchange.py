@@ -18,13 +18,16 @@ from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.distributed_group import Group
+    from ckpt_tool.engine.distributed_hosts import Hosts
 
 __all__ = ["Choice", "Exchange", "choose_exchange", "needed_bytes"]
 
-Exchange = Literal["auto", "none", "all-to-all"]
+Exchange = Literal["auto", "none", "shared-memory", "all-to-all"]
 
-_SHARED_ENOUGH = 1.25  # below this many readers per byte an exchange has nothing to spare
+_SHARED_ENOUGH = 1.25  # below this many readers per byte there is nothing to save
 _PROBE_BYTES = 1 << 20
+_STEP_S = 2e-4  # what a rank waits at each of the others' slots, or rounds
+_STEP_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +35,16 @@ class Choice:
     """How bytes come to the ranks that need them."""
 
     exchange: str
-    """``none`` or ``all-to-all``."""
+    """``none``, ``shared-memory`` or ``all-to-all``."""
     why: str
     probe_nbytes: int
     """Read by this rank to measure the storage."""
 
 
 def choose_exchange(
-    asked: Exchange,
-    manifest: Manifest,
-    everyone: Sequence[IntArray],
-    store: Store,
-    group: Group,
+    asked: Exchange, manifest: Manifest, everyone: Sequence[IntArray], store: Store, group: Group, hosts: Hosts
 ) -> Choice:
-    """The same choice on every rank. Costs a read of at most 1 MiB and two small exchanges where sharing could pay.
+    """The same choice on every rank. Costs a read of at most 1 MiB and a few small exchanges where sharing could pay.
 
     Args:
         asked: ``auto``, or the answer.
@@ -53,6 +52,7 @@ def choose_exchange(
         everyone: the boxes of every rank, see ``engine.landing.box_rows``.
         store: where it lies.
         group: the ranks.
+        hosts: where they run.
     """
     if group.size == 1:
         return Choice("none", "there is one rank", 0)
@@ -60,22 +60,69 @@ def choose_exchange(
         return Choice(asked, "asked for", 0)
     needed, distinct = needed_bytes(manifest, everyone, store.cost.max_gap_bytes)
     sharing = sum(needed) / max(distinct, 1)
+    why = f"each byte would be read {sharing:.2f} times"
     if sharing < _SHARED_ENOUGH:
-        return Choice("none", f"each byte would be read {sharing:.2f} times", 0)
+        return Choice("none", why, 0)
     read_cost, probe_nbytes, failure = 0.0, 0, None
     try:
         read_cost, probe_nbytes = _read_cost(manifest, store, group)
     except CkptError as error:
         failure = error
-    group.agree(failure)
-    costs = group.largest([read_cost, group.exchange_cost(_PROBE_BYTES)])
-    alone = max(needed) * costs[0]
-    shared = distinct / group.size * costs[0] + max(needed) * (group.size - 1) / group.size * costs[1]
-    why = (
-        f"each byte would be read {sharing:.2f} times; reading for oneself at {1e-6 / costs[0]:,.0f} MB/s a rank would "
-        f"take {alone:.3f} s, sharing at {1e-6 / costs[1]:,.0f} MB/s {shared:.3f} s"
-    )
-    return Choice("all-to-all" if shared < alone else "none", why, probe_nbytes)
+    spans_hosts = len(hosts.groups) > 1
+    read_cost, copy_cost = group.agree(failure, [read_cost, _copy_cost()])
+    most = max(needed)
+    seconds = {"none": most * read_cost}
+    rates = f"reading for oneself at {1e-6 / read_cost:,.0f} MB/s a rank"
+    if max(len(ranks) for ranks in hosts.groups) > 1:
+        seconds["shared-memory"] = max(
+            _shared_seconds(manifest, [everyone[rank] for rank in ranks], read_cost, copy_cost)
+            for ranks in hosts.groups
+        )
+    if spans_hosts:
+        (send_cost,) = group.largest([group.exchange_cost(_PROBE_BYTES)])
+        per_rank = distinct / group.size
+        seconds["all-to-all"] = (
+            per_rank * read_cost
+            + most * (group.size - 1) / group.size * send_cost
+            + -(-per_rank // _STEP_BYTES) * _STEP_S
+        )
+    best = min(seconds, key=lambda way: seconds[way])
+    told = ", ".join(f"{_WORDS[way]} {took:.3f} s" for way, took in seconds.items())
+    return Choice(best, f"{why}; {rates}: {told}", probe_nbytes)
+
+
+_WORDS = {"none": "would take", "shared-memory": "through shared memory", "all-to-all": "through an all-to-all"}
+
+
+def _shared_seconds(manifest: Manifest, here: Sequence[IntArray], read_cost: float, copy_cost: float) -> float:
+    """Seconds that the ranks of one host would take together."""
+    per_rank = _distinct_bytes(manifest, np.concatenate(here)) / len(here)
+    most = max(int(_box_bytes(manifest, rows).sum()) for rows in here)
+    n_slots = -(-per_rank // _STEP_BYTES)
+    return per_rank * read_cost + most * copy_cost + n_slots * _STEP_S
+
+
+def _box_bytes(manifest: Manifest, rows: IntArray) -> IntArray:
+    """int64[n]: bytes of each box."""
+    width = (rows.shape[1] - 1) // 2
+    nbytes: IntArray = np.prod(rows[:, 1 + width :], axis=1) * manifest.tensors.bits[rows[:, 0]] // 8
+    return nbytes
+
+
+def _distinct_bytes(manifest: Manifest, rows: IntArray) -> int:
+    """Bytes of the different boxes; no more than the tensors have, where boxes overlap."""
+    width = (rows.shape[1] - 1) // 2
+    first = np.unique(exact_duplicates(rows[:, 1 : 1 + width], rows[:, 1 + width :], rows[:, 0]))
+    of_boxes = int(_box_bytes(manifest, rows[first]).sum())
+    return min(of_boxes, int(manifest.tensors.nbytes[np.unique(rows[:, 0])].sum()))
+
+
+def _copy_cost() -> float:
+    """Seconds per byte of a copy in memory, while the other ranks copy as well."""
+    source, target = np.ones(_PROBE_BYTES, dtype=np.uint8), np.zeros(_PROBE_BYTES, dtype=np.uint8)
+    begun = time.perf_counter()
+    np.copyto(target, source)
+    return max((time.perf_counter() - begun) / _PROBE_BYTES, 1e-12)
 
 
 def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes: int) -> tuple[list[int], int]:
@@ -84,10 +131,6 @@ def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes
     width = (rows.shape[1] - 1) // 2
     tensor, offsets, sizes = rows[:, 0], rows[:, 1 : 1 + width], rows[:, 1 + width :]
     bits = manifest.tensors.bits
-    nbytes = np.prod(sizes, axis=1) * bits[tensor] // 8
-    first = np.unique(exact_duplicates(offsets, sizes, tensor))
-    distinct = min(int(nbytes[first].sum()), int(manifest.tensors.nbytes[np.unique(tensor)].sum()))
-
     chunks = manifest.chunks
     chunk_tensor = chunks.tensor.astype(np.int64)
     stored = np.unique(exact_duplicates(chunks.offsets, chunks.sizes, chunk_tensor))
@@ -103,7 +146,7 @@ def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes
         read[strided] = np.where(gap_bytes <= max_gap_bytes, read[strided] * step // run, read[strided])
     rank = np.repeat(np.arange(len(everyone)), [len(each) for each in everyone])
     needed = np.bincount(rank[pairs.right], weights=read, minlength=len(everyone)).astype(np.int64)
-    return needed.tolist(), distinct
+    return needed.tolist(), _distinct_bytes(manifest, rows)
 
 
 def _run_and_step(sizes: IntArray, container: IntArray) -> tuple[IntArray, IntArray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from ckpt_tool.api.names import module_names
@@ -78,33 +79,60 @@ def match_tensors(
     module itself gives, without a trainer's outer key and wrappers' prefixes, where only one tensor has it.
     """
     tensors = manifest.tensors
-    paths = tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
-    by_path = {".".join(str(key) for key in path): row for row, path in enumerate(paths)}
-    own_names = module_names(paths)
-    counts = Counter(own_names)
-    by_module = {name: row for row, name in enumerate(own_names) if counts[name] == 1}
+    others = _OtherNames(manifest, expected)
     rows, problems, renamed = [], list[Problem](), []
-    wanted_names = module_names([each.path for each in expected])
-    wanted_counts = Counter(wanted_names)
-    for each, module_name in zip(expected, wanted_names, strict=True):
+    for number, each in enumerate(expected):
         fqn = each.fqn
         asked = _asked(names, fqn)
-        row = tensors.index.get(asked, by_path.get(asked, -1))
-        if row < 0 and asked == fqn and wanted_counts[module_name] == 1:
-            row = by_module.get(module_name, -1)
+        row = tensors.index.get(asked, -1)
+        if row < 0:
+            row = others.by_path.get(asked, -1)
+        if row < 0 and asked == fqn:
+            row = others.by_module(number)
             if row >= 0:
                 renamed.append((fqn, tensors.fqns[row]))
         rows.append(row)
         if row < 0:
             problems.append(Problem("missing", fqn, "not in the checkpoint"))
+    shapes = tensors.shape[rows, :].tolist() if rows else []
+    for each, row, padded in zip(expected, rows, shapes, strict=True):
+        if row < 0:
             continue
-        if tensors.shape_of(row) != each.shape:
-            found = f"expected {list(each.shape)}, got {list(tensors.shape_of(row))}"
-            problems.append(Problem("shape", fqn, found))
-        dtype = tensors.dtypes[row]
+        shape, dtype = tuple(padded[: tensors.ndim[row]]), tensors.dtypes[row]
+        if shape != each.shape:
+            problems.append(Problem("shape", each.fqn, f"expected {list(each.shape)}, got {list(shape)}"))
         if dtype != each.dtype and not (cast and dtype.numpy is not None and each.dtype.numpy is not None):
-            problems.append(Problem("dtype", fqn, f"expected {each.dtype.name}, got {dtype.name}"))
+            problems.append(Problem("dtype", each.fqn, f"expected {each.dtype.name}, got {dtype.name}"))
     return Match(tuple(rows), tuple(problems), tuple(renamed))
+
+
+class _OtherNames:
+    """What else tensors may be found by; made only when something is not found by its name."""
+
+    def __init__(self, manifest: Manifest, expected: Sequence[Expected]) -> None:
+        self._tensors, self._expected = manifest.tensors, expected
+
+    @cached_property
+    def _paths(self) -> Sequence[KeyPath]:
+        tensors = self._tensors
+        return tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
+
+    @cached_property
+    def by_path(self) -> dict[str, int]:
+        """Row by the keys of the path."""
+        return {".".join(str(key) for key in path): row for row, path in enumerate(self._paths)}
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """By expected tensor, the row of the same module name where only one tensor of each side has it."""
+        saved, wanted = module_names(self._paths), module_names([each.path for each in self._expected])
+        n_saved, n_wanted = Counter(saved), Counter(wanted)
+        lone = {name: row for row, name in enumerate(saved) if n_saved[name] == 1}
+        return [lone.get(name, -1) if n_wanted[name] == 1 else -1 for name in wanted]
+
+    def by_module(self, number: int) -> int:
+        """Row of an expected tensor by the name that the module itself gives it, -1 where that is not clear."""
+        return self._rows[number]
 
 
 def _asked(names: NameMap | None, fqn: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,13 @@ import torch
 
 from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.engine.elements import bit_dtype
-from ckpt_tool.engine.landing import Filler, Landing, packed_nbytes, put_piece
+from ckpt_tool.engine.landing import Filler, Landing, Places, packed_nbytes, put_elements
+from ckpt_tool.engine.schedule import Schedule
 from ckpt_tool.manifest.tables import IntArray
-from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.storage.store import Store
 
-__all__ = ["MIN_TILE_BYTES", "ExchangeReport", "Schedule", "exchange_tile_bytes", "run_exchange", "schedule"]
+__all__ = ["MIN_TILE_BYTES", "ExchangeReport", "exchange_tile_bytes", "run_exchange"]
 
 MIN_TILE_BYTES = 64 << 10
 _MAX_TILE_BYTES = 4 << 20
@@ -37,16 +36,6 @@ def exchange_tile_bytes(memory_budget_bytes: int, world_size: int) -> int:
     return max(min(memory_budget_bytes // (4 * world_size), _MAX_TILE_BYTES), MIN_TILE_BYTES)
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """Who reads which tile, and in which round."""
-
-    reader: IntArray  # int64[n_tiles], rank
-    round: IntArray  # int64[n_tiles]
-    order: IntArray  # int64[n_tiles], tiles by round, then by place in the source's files
-    n_rounds: int
-
-
 @dataclass(frozen=True, slots=True)
 class ExchangeReport:
     """What the exchange moved on this rank."""
@@ -57,37 +46,6 @@ class ExchangeReport:
     received_nbytes: int
     max_buffer_nbytes: int
     """Largest sum of send and receive buffers in any round."""
-
-
-def schedule(plan: Plan, world_size: int, *, round_bytes: int) -> Schedule:
-    """Each tile to one of the ranks that need it, balanced by bytes; tiles of a rank to rounds in file order. Pure.
-
-    Args:
-        plan: its target's files are ranks.
-        world_size: number of ranks.
-        round_bytes: what one rank sends to one other in a round at most, unless one tile is larger.
-    """
-    writes, tiles = plan.writes, plan.tiles
-    pairs = np.unique(writes.tile * world_size + writes.file)
-    tile, rank = np.divmod(pairs, world_size)
-    reader = np.zeros(len(tiles), dtype=np.int64)
-    kept = choose_replicas(tile, rank, tiles.nbytes[tile], world_size)
-    reader[tile[kept]] = rank[kept]
-    first = np.minimum(plan.reads.starts[: len(tiles)], max(len(plan.reads) - 1, 0))
-    place = np.lexsort((plan.reads.file_offset[first], plan.reads.file[first], reader))
-    rounds = np.zeros(len(tiles), dtype=np.int64)
-    bounds = np.searchsorted(reader[place], np.arange(world_size + 1)).tolist()
-    for low, high in pairwise(bounds):
-        end = np.cumsum(tiles.nbytes[place[low:high]])
-        at, number = 0, 0
-        while at < high - low:
-            done = int(end[at - 1]) if at else 0
-            stop = max(int(np.searchsorted(end, done + round_bytes, side="right")), at + 1)
-            rounds[place[low + at : low + stop]] = number
-            at, number = stop, number + 1
-    rank_in_file = np.empty(len(tiles), dtype=np.int64)
-    rank_in_file[place] = np.arange(len(tiles))
-    return Schedule(reader, rounds, np.lexsort((rank_in_file, rounds)), int(rounds.max(initial=-1)) + 1)
 
 
 class _Traffic:
@@ -157,7 +115,8 @@ class _Runner:
         reader, target = plan_schedule.reader[writes.tile], writes.file.astype(np.int64)
         self._out = _Traffic(plan, plan_schedule, self._nbytes, (reader == group.rank) & (target != group.rank), target)
         self._in = _Traffic(plan, plan_schedule, self._nbytes, (reader != group.rank) & (target == group.rank), reader)
-        self._filler = Filler(plan, store, landings, self._take)
+        self._places = Places(plan, np.arange(len(plan.writes)))
+        self._filler = Filler(plan, store, landings, self._places, self._take)
         self._sending: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._offset_of_row: dict[int, int] = {}
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -223,7 +182,8 @@ class _Runner:
             for row, at in zip(rows.tolist(), offsets.tolist(), strict=True):
                 dtype = plan.source.tensors.dtypes[int(plan.tiles.tensor[plan.writes.tile[row]])]
                 elements = content[at : at + int(self._nbytes[row])].view(bit_dtype(dtype))
-                put_piece(self._landings[int(plan.writes.chunk[row])], plan, row, elements, dtype)
+                piece = elements if dtype.bits % 8 else elements.reshape(self._places.sizes[row])
+                put_elements(self._landings[self._places.chunk[row]], self._places.in_box[row], piece, dtype)
         except Exception as error:  # noqa: BLE001 - marked in the next round, raised on every rank
             self.failure = error
         return False

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ckpt_tool.engine.distributed_roll_call import RollCall
 from ckpt_tool.errors import CkptError, StorageError, UsageError
 
 __all__ = ["Group"]
@@ -42,6 +43,9 @@ class Group:
         self.rank: int = dist.get_rank(process_group) if is_joined else 0
         if self.rank < 0:
             raise UsageError("this rank does not belong to the process group that it was given")
+        self.process_group: Any = (process_group or dist.group.WORLD) if is_joined else None
+        """torch's object, for what is kept as long as it lives; None without torch.distributed."""
+        self._roll_call = RollCall(self.process_group, self.rank, self.size) if self.size > 1 else None
         self._root = dist.get_global_rank(process_group, 0) if is_joined and process_group is not None else 0
         self.device = torch.device("cpu")
         if is_joined and "cpu" not in str(dist.get_backend_config(process_group)):
@@ -61,6 +65,20 @@ class Group:
         found: list[float] = numbers.tolist()
         return found
 
+    def gather_row(self, row: Sequence[int], failure: BaseException | None = None) -> npt.NDArray[np.int64]:
+        """``int64[size, n]``: the row of every rank, of the same length on all. One collective.
+
+        Raises:
+            CkptError: some rank has a ``failure``: the first one's error, on every rank.
+        """
+        if self.size == 1:
+            self.agree(failure)
+            return np.array([row], dtype=np.int64)
+        rows = self._all_gather(np.array([failure is not None, *row], dtype=np.int64)).reshape(self.size, -1)
+        if rows[:, 0].any():
+            self._raise_first(failure)
+        return rows[:, 1:]
+
     def gather(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives."""
         return self.gather_noting(rows, 0, None)[0]
@@ -73,14 +91,10 @@ class Group:
         Raises:
             CkptError: some rank has a ``failure``; its rows are not looked at.
         """
+        headers = self.gather_row([len(rows), note], failure)
         if self.size == 1:
-            self.agree(failure)
             return [rows], [note]
         width = rows.shape[1]
-        header = np.array([len(rows), note, failure is not None], dtype=np.int64)
-        headers = self._all_gather(header).reshape(-1, 3)
-        if headers[:, 2].any():
-            self._raise_first(failure)
         counts, notes = headers[:, 0].tolist(), headers[:, 1].tolist()
         padded = np.zeros((max(counts), width), dtype=np.int64)
         padded[: len(rows)] = rows
@@ -188,11 +202,18 @@ class Group:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:  # what torch raises for a timeout as well as for a peer that has gone
-            raise StorageError(
-                f"rank {self.rank} of {self.size}: another rank has gone, or did not answer within "
-                f"{self._timeout.total_seconds():,.0f} s: {str(error).splitlines()[0]}",
-                hint="look for the first error in the other ranks' output",
-            ) from error
+            raise self.lost(str(error).splitlines()[0]) from error
+
+    def watch(self, ended: Callable[[], Sequence[int]]) -> None:
+        """Have ``ended`` asked, when something fails, which ranks are known to be gone."""
+        if self._roll_call is not None:
+            self._roll_call.ended = ended
+
+    def lost(self, said: str) -> StorageError:
+        """The error for when the others cannot be reached any more; it names those that are gone."""
+        cause = said if self._roll_call is None else self._roll_call.cause(said, self.timeout_s)
+        hint = "look for the first error in the other ranks' output"
+        return StorageError(f"rank {self.rank} of {self.size} cannot go on: {cause}", hint=hint)
 
 
 def _described(error: BaseException) -> str:

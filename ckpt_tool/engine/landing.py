@@ -6,7 +6,7 @@ planner need not know of memory. Knows no torch: memory is what has an array of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,15 +16,24 @@ import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.engine.elements import bit_dtype
-from ckpt_tool.engine.journal import UnitRecord
-from ckpt_tool.engine.tile_reader import TileReader, piece_slices
+from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.storage.store import Store
 
-__all__ = ["Filler", "Landing", "Memory", "PieceTaker", "box_rows", "packed_nbytes", "put_piece", "rank_manifest"]
+__all__ = [
+    "Filler",
+    "Landing",
+    "Memory",
+    "PieceTaker",
+    "Places",
+    "box_rows",
+    "packed_nbytes",
+    "put_elements",
+    "rank_manifest",
+]
 
 
 _AHEAD_BYTES = 32 << 20
@@ -86,17 +95,14 @@ def rank_manifest(source: Manifest, rows_of_rank: Mapping[int, IntArray], world_
     return Manifest("memory", "memory", source.tensors, chunks, files)
 
 
-def put_piece(landing: Landing, plan: Plan, row: int, elements: npt.NDArray[Any], source_dtype: DType) -> None:
-    """Put the elements of a written piece of ``plan`` into the landing of its chunk, cast where types differ."""
-    sizes = plan.writes.sizes[row, : landing.box.ndim].tolist()
-    start = (plan.writes.offsets[row] - plan.target.chunks.offsets[plan.writes.chunk[row]])[: landing.box.ndim].tolist()
-    index = tuple(slice(o, o + s) for o, s in zip(start, sizes, strict=True))
-    piece = elements.reshape(sizes)
-    if landing.dtype != source_dtype:
-        values = np.ascontiguousarray(piece).reshape(-1).view(source_dtype.as_numpy())
+def put_elements(landing: Landing, index: tuple[slice, ...], elements: npt.NDArray[Any], source: DType) -> None:
+    """Put elements of type ``source`` into the landing at ``index`` of its box, cast where types differ."""
+    if landing.dtype != source:
+        values = np.ascontiguousarray(elements).reshape(-1).view(source.as_numpy())
         with np.errstate(over="ignore", invalid="ignore"):
-            piece = values.astype(landing.dtype.as_numpy()).view(bit_dtype(landing.dtype)).reshape(sizes)
-    landing.memory.put(index, piece)
+            cast = values.astype(landing.dtype.as_numpy())
+        elements = cast.view(bit_dtype(landing.dtype)).reshape(elements.shape)
+    landing.memory.put(index, elements)
 
 
 def packed_nbytes(plan: Plan) -> IntArray:
@@ -104,6 +110,38 @@ def packed_nbytes(plan: Plan) -> IntArray:
     bits = plan.source.tensors.bits[plan.tiles.tensor[plan.writes.tile]]
     nbytes: IntArray = np.prod(plan.writes.sizes, axis=1, dtype=np.int64) * bits // 8
     return nbytes
+
+
+class Places:
+    """Where written pieces of a plan lie, in their tile and in their landing, as indices of arrays; made once.
+
+    Args:
+        plan: what is written.
+        rows: int64[n], ascending: the written pieces that are asked for.
+    """
+
+    def __init__(self, plan: Plan, rows: IntArray) -> None:
+        writes, tiles, boxes = plan.writes, plan.tiles, plan.target.chunks
+        tile, chunk = writes.tile[rows], writes.chunk[rows]
+        ndim = plan.source.tensors.ndim[tiles.tensor[tile]].tolist()
+        sizes = writes.sizes[rows].tolist()
+        width = boxes.offsets.shape[1]
+        in_tile = (writes.offsets[rows] - tiles.offsets[tile]).tolist()
+        in_box = (writes.offsets[rows, :width] - boxes.offsets[chunk]).tolist()
+        self.row: list[int] = rows.tolist()
+        self.chunk: list[int] = chunk.tolist()
+        self.sizes = [tuple(held[:n]) for held, n in zip(sizes, ndim, strict=True)]
+        self.in_tile = [_slices(start, held) for start, held in zip(in_tile, self.sizes, strict=True)]
+        self.in_box = [_slices(start, held) for start, held in zip(in_box, self.sizes, strict=True)]
+        self._starts: list[int] = np.searchsorted(tile, np.arange(len(tiles) + 1)).tolist()
+
+    def of_tile(self, tile: int) -> range:
+        """Positions of a tile's pieces in the lists."""
+        return range(self._starts[tile], self._starts[tile + 1])
+
+
+def _slices(start: list[int], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple([slice(o, o + s) for o, s in zip(start, sizes, strict=False)])  # start has padding behind
 
 
 class PieceTaker(Protocol):
@@ -118,9 +156,15 @@ class Filler:
     """Reads tiles of a plan and puts their pieces into landings; for one thread."""
 
     def __init__(
-        self, plan: Plan, store: Store, landings: Mapping[int, Landing], take_other: PieceTaker | None = None
+        self,
+        plan: Plan,
+        store: Store,
+        landings: Mapping[int, Landing],
+        places: Places,
+        take_other: PieceTaker | None = None,
     ) -> None:
-        self._plan = plan
+        self._tiles, self._places = plan.tiles, places
+        self._dtypes, self._ndim = plan.source.tensors.dtypes, plan.source.tensors.ndim
         self._landings = landings
         self._take_other = take_other
         self._reader = TileReader(plan.source, plan.tiles, plan.reads, store)
@@ -130,55 +174,29 @@ class Filler:
         """Bytes read so far."""
         return self._reader.read_nbytes
 
-    def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """A block in which these units are filled in this order; slow storage is asked before."""
-        tiles = self._plan.tiles.of_units(units)
+    def ahead(self, tiles: Iterable[int]) -> AbstractContextManager[None]:
+        """A block in which these tiles are filled in this order; slow storage is asked before."""
         return self._reader.ahead(tiles, max_bytes=_AHEAD_BYTES, concurrency=_AHEAD_REQUESTS)
-
-    def run_unit(self, unit: int, progress: Any) -> UnitRecord:
-        """Fill from all tiles of a unit; ``progress`` gets the bytes of each tile."""
-        with self.ahead([unit]):
-            for tile in self._plan.tiles.of_units([unit]):
-                self.fill(tile)
-                progress(int(self._plan.tiles.nbytes[tile]))
-        return UnitRecord(unit, (), ())
 
     def fill(self, tile: int) -> None:
         """Read one tile and put its pieces in place."""
-        plan, writes = self._plan, self._plan.writes
-        dtype = plan.source.tensors.dtypes[int(plan.tiles.tensor[tile])]
-        rows = list(range(int(writes.starts[tile]), int(writes.starts[tile + 1])))
-        direct = self._direct_row(tile, dtype, rows)
-        if direct is None:
-            elements = self._reader.read(tile)
-        else:
-            row, memory = direct
-            elements = self._reader.read(tile, memory.reshape(-1).view(np.uint8))
-            rows.remove(row)
-        for row in rows:
-            piece = (
-                elements if elements.ndim == 1 and dtype.bits % 8 else elements[piece_slices(plan.tiles, writes, row)]
-            )
-            landing = self._landings.get(int(writes.chunk[row]))
-            if landing is not None:
-                put_piece(landing, plan, row, piece, dtype)
-            elif self._take_other is not None:
-                self._take_other(row, piece)
+        self.place(tile, self._reader.read(tile))
 
-    def _direct_row(self, tile: int, dtype: DType, rows: list[int]) -> tuple[int, npt.NDArray[Any]] | None:
-        """A written piece that is the whole tile and lies in one run of this rank's memory: it is read into place."""
-        plan, writes = self._plan, self._plan.writes
-        for row in rows:
-            chunk = int(writes.chunk[row])
-            landing = self._landings.get(chunk)
-            if landing is None or landing.memory.array is None or landing.dtype != dtype:
-                continue
-            if not np.array_equal(writes.sizes[row], plan.tiles.sizes[tile]):
-                continue
-            start = (writes.offsets[row] - plan.target.chunks.offsets[chunk])[: landing.box.ndim].tolist()
-            sizes = writes.sizes[row, : landing.box.ndim].tolist()
-            index: Any = (*(slice(o, o + s) for o, s in zip(start, sizes, strict=True)), ...)
-            memory: npt.NDArray[Any] = landing.memory.array[index]
-            if memory.flags.c_contiguous:
-                return row, memory
-        return None
+    def read(self, tile: int, into: npt.NDArray[np.uint8]) -> None:
+        """Read one tile into ``into``, uint8 of its size."""
+        self._reader.read(tile, into)
+
+    def place(self, tile: int, elements: npt.NDArray[Any]) -> None:
+        """Put the pieces of a tile in place; ``elements`` are its content, as numbers or bytes, of any shape."""
+        tensor = int(self._tiles.tensor[tile])
+        dtype, places = self._dtypes[tensor], self._places
+        numbers = elements.view(bit_dtype(dtype))
+        if dtype.bits % 8 == 0:
+            numbers = numbers.reshape(self._tiles.sizes[tile, : self._ndim[tensor]])
+        for at in places.of_tile(tile):
+            piece = numbers if dtype.bits % 8 else numbers[places.in_tile[at]]
+            landing = self._landings.get(places.chunk[at])
+            if landing is not None:
+                put_elements(landing, places.in_box[at], piece, dtype)
+            elif self._take_other is not None:
+                self._take_other(places.row[at], piece)

@@ -7,6 +7,7 @@ memory of the tensor that the framework holds, so that writing into the view cha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -18,6 +19,8 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 
 __all__ = ["Leaf", "Part", "tensor_leaf"]
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +50,49 @@ class Leaf:
         return ".".join(str(key) for key in self.path)
 
 
-def tensor_leaf(path: KeyPath, value: object) -> Leaf | None:
+def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | None:
     """``value`` as a leaf, None when it is no tensor of any known class. Costs no copy and no communication.
 
-    A plain tensor, parameter or buffer is held whole by every rank that has it.
+    A plain tensor, parameter or buffer is held whole by every rank that has it. To be called without gradients.
+
+    Args:
+        path: where the value lies in its state.
+        value: anything.
+        known: empty, or what calls for other tensors of the state have left in it.
 
     Raises:
         Unsupported: a tensor that holds no plain strided memory of its own (sparse, quantized, meta), or whose
             placement says that its value is still to be reduced.
         LayoutError: the local tensor is not of the size that its placement gives this rank.
     """
-    where = ".".join(str(key) for key in path)
-    if sharded_tensor.is_sharded_tensor(value):
-        shape, kind = sharded_tensor.shape_and_dtype(value)
-        held = sharded_tensor.parts_of(value)
+    where = ".".join(map(str, path))
+    if type(value) in _PLAIN_TYPES and isinstance(value, torch.Tensor):
+        shape, kind = tuple(value.shape), value.dtype
+        held = [(Box.whole(shape), value)]
     elif dtensor.is_dtensor(value):
         shape, kind = dtensor.shape_and_dtype(value)
-        held = dtensor.parts_of(value, where=where)
+        held = dtensor.parts_of(value, where=where, known=known)
+    elif sharded_tensor.is_sharded_tensor(value):
+        shape, kind = sharded_tensor.shape_and_dtype(value)
+        held = sharded_tensor.parts_of(value)
     elif isinstance(value, torch.Tensor):
         shape, kind = tuple(value.shape), value.dtype
         held = [(Box.whole(shape), value)]
     else:
         return None
-    parts = tuple(Part(box, _plain(view, where)) for box, view in held)
-    return Leaf(path, dtype_named(str(kind)), shape, parts)
+    return Leaf(path, _dtype_of(kind), shape, tuple([Part(box, _plain(view, where)) for box, view in held]))
+
+
+@lru_cache(maxsize=64)
+def _dtype_of(kind: torch.dtype) -> DType:
+    return dtype_named(str(kind))
 
 
 def _plain(view: torch.Tensor, where: str) -> torch.Tensor:
     """``view`` without its history, after a look at what kind of memory it has."""
-    if view.layout != torch.strided or view.is_quantized or view.device.type == "meta" or view.is_neg():
-        kind = "meta" if view.device.type == "meta" else str(view.layout)
+    kind = view.device.type
+    if view.layout != torch.strided or view.is_quantized or kind == "meta" or view.is_neg():
+        kind = kind if kind == "meta" else str(view.layout)
         hint = "give it memory with to_empty(device=...)" if kind == "meta" else None
         raise Unsupported(f"a {kind} tensor has no memory that could be filled", where=where, hint=hint)
     return view.detach()

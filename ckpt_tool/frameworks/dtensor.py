@@ -14,7 +14,7 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import Interval, PlacementSpec, cut_order, interval_boxes, placement_intervals
 
-__all__ = ["held_intervals", "is_dtensor", "parts_of", "shape_and_dtype"]
+__all__ = ["Known", "held_intervals", "is_dtensor", "parts_of", "shape_and_dtype"]
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
@@ -29,33 +29,45 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(value.shape), value.dtype
 
 
-def parts_of(value: Any, *, where: str) -> list[tuple[Box, torch.Tensor]]:
-    """``(box in global coordinates, view of the local tensor)`` for each box that this rank holds.
+Known = dict[tuple[Any, ...], list[tuple[Box, tuple[slice, ...]]]]
+"""Boxes by what decides them, for tensors that are looked at together: a model has few different ones."""
+
+
+def parts_of(value: Any, *, where: str, known: Known) -> list[tuple[Box, torch.Tensor]]:
+    """``(box in global coordinates, view of the local tensor)`` for each box that this rank holds. Without gradients.
 
     Raises:
         Unsupported: a placement whose values are partial sums.
         LayoutError: the local tensor is not of the size that the placements give.
     """
-    coord = value.device_mesh.get_coordinate()
-    if coord is None:
+    mesh = value.device_mesh
+    if mesh.get_coordinate() is None:
         return []
-    with torch.no_grad():
-        local = value.to_local()
+    local = value.to_local()
     local = getattr(local, "elem", local)
+    key = (id(mesh), value.placements, tuple(value.shape), tuple(local.shape))
+    held = known.get(key)
+    if held is None:
+        held = known[key] = _held(value, tuple(local.shape), where)
+    if len(held) == 1 and held[0][0].sizes == key[3]:
+        return [(held[0][0], local)]
+    return [(box, local[inside]) for box, inside in held]
+
+
+def _held(value: Any, local_shape: tuple[int, ...], where: str) -> list[tuple[Box, tuple[slice, ...]]]:
+    """Each box that this rank holds, and where it lies in the local tensor."""
+    coord = tuple(value.device_mesh.get_coordinate())
+    placements = tuple(_spec(placement, where) for placement in value.placements)
     intervals = held_intervals(
-        tuple(value.shape),
-        tuple(value.device_mesh.shape),
-        tuple(coord),
-        tuple(_spec(placement, where) for placement in value.placements),
-        local_shape=tuple(local.shape),
+        tuple(value.shape), tuple(value.device_mesh.shape), coord, placements, local_shape=local_shape
     )
     if intervals is None:
         raise LayoutError(
-            f"{value.placements} on a mesh of {tuple(value.device_mesh.shape)} do not give the rank at {tuple(coord)} "
-            f"a local tensor of {list(local.shape)} of {list(value.shape)}",
+            f"{value.placements} on a mesh of {tuple(value.device_mesh.shape)} do not give the rank at {coord} "
+            f"a local tensor of {list(local_shape)} of {list(value.shape)}",
             where=where,
         )
-    return [(box, local[inside.slices]) for box, inside in interval_boxes(intervals)]
+    return [(box, inside.slices) for box, inside in interval_boxes(intervals)]
 
 
 @lru_cache(maxsize=4096)  # a model has few shapes

@@ -13,6 +13,7 @@ import torch
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.frameworks.boxes import Leaf, tensor_leaf
+from ckpt_tool.frameworks.dtensor import Known
 from ckpt_tool.manifest.model import KeyPath
 
 __all__ = ["LiveState", "Slot", "walk_state"]
@@ -48,9 +49,10 @@ class _Walk:
     leaves: list[Leaf] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
+    known: Known = field(default_factory=dict)
 
     def visit(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
-        leaf = tensor_leaf(path, value)
+        leaf = tensor_leaf(path, value, self.known)
         if leaf is not None:
             self.leaves.append(leaf)
         elif isinstance(value, torch.nn.Module):  # its state dict shares the parameters' memory
@@ -84,7 +86,8 @@ def walk_state(state: Any) -> LiveState:
         raise UsageError("the state itself cannot be replaced, only what is in it")
 
     walk = _Walk()
-    walk.visit((), state, refuse)
+    with torch.no_grad():
+        walk.visit((), state, refuse)
     if any(not slot.path for slot in walk.slots) or any(not leaf.path for leaf in walk.leaves):
         raise UsageError(f"expected a state dict, got {type(state).__name__}")
     seen: set[str] = set()

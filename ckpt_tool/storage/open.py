@@ -11,7 +11,7 @@ from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of
 
-__all__ = ["is_local", "join_url", "local_path", "open_store"]
+__all__ = ["is_local", "join_url", "local_path", "open_payload", "open_store"]
 
 # pathlib folds the slashes of a URL: Path("s3://b/x") is "s3:/b/x".
 _FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)")
@@ -27,20 +27,28 @@ def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
         NotFound: nothing is there; the hint names what is beside it.
         UsageError: a URL whose scheme is unknown or whose client is not installed.
     """
+    store = open_payload(url)
+    return store, store.listing()
+
+
+def open_payload(url: str | os.PathLike[str]) -> Store:
+    """As `open_store`, for who knows already what lies there: nothing is listed.
+
+    Raises:
+        NotFound: nothing is there; the hint names what is beside it.
+        UsageError: a URL whose scheme is unknown or whose client is not installed.
+    """
     text = os.fspath(url)
     if not is_local(text):
-        remote = _open_remote(text)
-        return remote, remote.listing()
+        return _open_remote(text)
     path = local_path(text) or "."
     if not os.path.exists(path):
         raise NotFound("no such file or folder", where=text, hint=_hint(path))
     if os.path.isdir(path):
         root = path.rstrip(os.sep + (os.altsep or "")) or path
-        store = LocalStore(root)
-    else:
-        folder, name = os.path.split(path)
-        store = LocalStore(folder or ".", entry=name)
-    return store, store.listing()
+        return LocalStore(root)
+    folder, name = os.path.split(path)
+    return LocalStore(folder or ".", entry=name)
 
 
 def _open_remote(url: str) -> Store:

@@ -48,10 +48,13 @@ def test_each_rank_reads_its_own_bytes(loaded: dict[int, list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
+@pytest.mark.parametrize("way", ["shared-memory", "all-to-all"])
 @pytest.mark.parametrize("case", workers.CASES)
-def test_an_exchange_reads_each_byte_once(loaded: dict[int, list[dict[str, Any]]], case: str, size: int) -> None:
+def test_an_exchange_reads_each_byte_once(
+    loaded: dict[int, list[dict[str, Any]]], case: str, way: str, size: int
+) -> None:
     """With an exchange the ranks together read every byte of the state once, whoever needs it."""
-    cases = [rank[case]["all-to-all"] for rank in loaded[size]]
+    cases = [rank[case][way] for rank in loaded[size]]
     assert sum(each["recorded"] for each in cases) == cases[0]["distinct"]
     assert [each["recorded"] for each in cases] == [each["report"]["read_nbytes"] for each in cases]
 
@@ -75,7 +78,7 @@ def test_auto_shares_what_is_slow_to_read(loaded: dict[int, list[dict[str, Any]]
     """On slow storage replicated state is read once and exchanged, state that nobody shares is not; all ranks agree."""
     for rank in loaded[size]:
         way, why, is_equal = rank["choices"]["replicas"]
-        assert (way, is_equal) == ("all-to-all", True)
+        assert (way, is_equal) == ("shared-memory", True)
         assert f"each byte would be read {size:.2f} times; reading for oneself at" in why
         assert [rank["choices"]["rows"][part] for part in (0, 2)] == ["none", True]
         assert rank["choices"] == loaded[size][0]["choices"]

@@ -28,14 +28,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ckpt_tool
 from ckpt_tool.api import checkpoint as checkpoint_module
 from ckpt_tool.api import load as load_module
+from ckpt_tool.api import load_manifest as manifest_module
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.open import open_payload, open_store
 from ckpt_tool.storage.recording import RecordingStore
 from ckpt_tool.storage.store import Listing, Store
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/torch"
 MODEL_SCRIPT = FIXTURES / "make/common.py"
-EXCHANGES = ("none", "all-to-all")
+EXCHANGES = ("none", "shared-memory", "all-to-all")
 
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 CASES: dict[str, tuple[str, tuple[int, ...], tuple[Placement, ...] | None]] = {
@@ -231,22 +232,21 @@ def _recorded() -> Any:
     """Stores of payload opened meanwhile; the metadata must be opened by the first rank alone."""
     stores: list[RecordingStore] = []
 
-    def recording(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
-        store, listing = open_store(url)
-        stores.append(RecordingStore(store))
-        return stores[-1], listing
+    def recording(url: str | os.PathLike[str]) -> Store:
+        stores.append(RecordingStore(open_payload(url)))
+        return stores[-1]
 
     def refuse(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
         raise AssertionError(f"a rank that is not the first opened {os.fspath(url)}")
 
-    load_module.open_store = recording  # type: ignore[attr-defined]
+    load_module.open_payload = recording  # type: ignore[attr-defined]
     if dist.get_rank():
-        checkpoint_module.open_store = refuse  # type: ignore[attr-defined]
+        checkpoint_module.open_store = manifest_module.open_store = refuse  # type: ignore[attr-defined]
     try:
         yield stores
     finally:
-        load_module.open_store = open_store  # type: ignore[attr-defined]
-        checkpoint_module.open_store = open_store  # type: ignore[attr-defined]
+        load_module.open_payload = open_payload  # type: ignore[attr-defined]
+        checkpoint_module.open_store = manifest_module.open_store = open_store  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -272,16 +272,11 @@ class _SlowStore(RecordingStore):
 @contextmanager
 def _store_of(kind: type[RecordingStore]) -> Any:
     """Payload is read through a store of this class."""
-
-    def opened(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
-        store, listing = open_store(url)
-        return kind(store), listing
-
-    load_module.open_store = opened  # type: ignore[attr-defined]
+    load_module.open_payload = lambda url: kind(open_payload(url))  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        load_module.open_store = open_store  # type: ignore[attr-defined]
+        load_module.open_payload = open_payload  # type: ignore[attr-defined]
 
 
 def _raise(error: Exception) -> None:
@@ -302,6 +297,7 @@ def _faults(rank: int) -> dict[str, Callable[[], Any]]:
     broken = StorageError("the disk is gone", where="model-00001.safetensors")
     return {
         "read none": lambda: unreadable("none", broken, 2),
+        "read shared-memory": lambda: unreadable("shared-memory", broken, 2),
         "read all-to-all": lambda: unreadable("all-to-all", broken, 2),
         "read by the first": lambda: unreadable("all-to-all", broken, 0),
         "bug": lambda: unreadable("all-to-all", ZeroDivisionError("oops"), 1),

@@ -1,0 +1,184 @@
+"""The manifest that a load works from: read by one rank of each host, and handed to the others in shared memory.
+
+A manifest is kept for the next load of the same files; they count as the same while no size and no time of change of
+any file differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.errors import StorageError
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.packed import from_packed, to_packed
+from ckpt_tool.manifest.tables import ChunkFlag, IntArray
+from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.store import Listing
+
+if TYPE_CHECKING:
+    from ckpt_tool.engine.distributed_group import Group
+    from ckpt_tool.engine.distributed_hosts import Hosts, Published
+
+__all__ = ["SharedManifest", "Stamp", "stamp_of"]
+
+Stamp = tuple[dict[str, int], dict[str, float]]
+"""Size of each file, and when it was last written."""
+
+_KEPT = 2
+_MAX_KEPT_CHUNKS = 1_000_000
+_kept: OrderedDict[str, tuple[Stamp, Checkpoint]] = OrderedDict()
+
+
+def stamp_of(listing: Listing) -> Stamp | None:
+    """What tells whether any file has changed; None where the storage does not say when files were written."""
+    return (listing.sizes, listing.modified) if listing.modified.keys() == listing.sizes.keys() else None
+
+
+class SharedManifest:
+    """One checkpoint's manifest on every rank of a group."""
+
+    def __init__(self, group: Group, hosts: Hosts, url: str) -> None:
+        self._group, self._hosts, self._url = group, hosts, url
+        self._checkpoint: Checkpoint | None = None
+        self._published: Published | None = None
+        self._made: Manifest | None = None
+        self.digest = 0
+        """Equal on all ranks, and other when anything in the manifest is."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank reads metadata."""
+        return self._hosts.rank == self._hosts.leader
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """On a leader: what the files were when their metadata was read."""
+        return None if self._checkpoint is None else stamp_of(self._checkpoint.source.listing)
+
+    def is_unchanged(self, stamp: Stamp | None) -> bool:
+        """Whether the files are what they were; one listing.
+
+        Raises:
+            NotFound: nothing is there any more.
+        """
+        if stamp is None:
+            return False
+        store, listing = open_store(self._url)
+        store.close()
+        return stamp_of(listing) == stamp
+
+    def read(self, wanted: Callable[[Manifest], Sequence[str]], *, with_values: bool) -> None:
+        """Read the metadata, on leaders; one collective. Then `manifest` has it on every rank.
+
+        Args:
+            wanted: names of tensors whose payload is to be located, asked on leaders.
+            with_values: read the objects that are no tensors as well.
+
+        Raises:
+            CkptError: metadata could not be read on some host, or hosts do not see the same; on every rank.
+        """
+
+        def make() -> Manifest:
+            self._checkpoint = checkpoint = self._opened()
+            if with_values:
+                checkpoint.load_blobs()
+            found = checkpoint.resolve(wanted(checkpoint.manifest))
+            return found if with_values else found.replace(blobs=())
+
+        self._share(make)
+        self._keep()
+
+    def resolve(self, manifest: Manifest, everyone: Sequence[IntArray]) -> bool:
+        """Locate the payload of all tensors that some rank wants, where the leaders lack some; a collective then.
+
+        Returns whether there is another `manifest` now.
+
+        Args:
+            manifest: what there is by now.
+            everyone: boxes of all ranks, see ``engine.landing.box_rows``.
+        """
+        wanted = np.zeros(len(manifest.tensors), dtype=bool)
+        for rows in everyone:
+            wanted[rows[:, 0]] = True
+        is_open = (manifest.chunks.flags & ChunkFlag.UNRESOLVED) != 0
+        if not (is_open & wanted[manifest.chunks.tensor]).any():
+            return False
+        names = [manifest.tensors.fqns[row] for row in np.flatnonzero(wanted).tolist()]
+        checkpoint = self._checkpoint
+        self._share(lambda: manifest if checkpoint is None else checkpoint.resolve(names).replace(blobs=()))
+        self._keep()
+        return True
+
+    def manifest(self) -> Manifest:
+        """What was read last. Ranks that are no leader map the leader's memory, so its columns cost them nothing.
+
+        Raises:
+            StorageError: that memory cannot be reached; on this rank alone.
+        """
+        if self._made is None:
+            if self._published is None:
+                raise StorageError("nothing was read yet", where=self._url)
+            self._made = from_packed(self._published.open())
+        return self._made
+
+    def close(self) -> None:
+        """Release what the others have mapped by now, and file handles."""
+        if self._published is not None:
+            self._published.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+    def _opened(self) -> Checkpoint:
+        """The checkpoint, with what an earlier load has learned of it."""
+        kept = _kept.get(self._url)
+        if kept is None:
+            return open_checkpoint(self._url)
+        stamp, before = kept
+        store, listing = open_store(self._url)
+        if stamp_of(listing) != stamp:
+            store.close()
+            return open_checkpoint(self._url)
+        return before.reopened(store, listing)
+
+    def _keep(self) -> None:
+        checkpoint, stamp = self._checkpoint, self.stamp
+        if checkpoint is None or stamp is None or len(checkpoint.manifest.chunks) > _MAX_KEPT_CHUNKS:
+            return
+        _kept[self._url] = (stamp, checkpoint)
+        _kept.move_to_end(self._url)
+        while len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+
+    def _share(self, make: Callable[[], Manifest]) -> None:
+        """Have what ``make`` returns on the leaders."""
+        if self._group.size == 1:
+            self._made = make()
+            return
+        from ckpt_tool.engine.distributed_hosts import publish
+
+        self._made = None
+
+        def packed() -> tuple[list[bytes | npt.NDArray[np.uint8]], int]:
+            self._made = make()
+            parts = to_packed(self._made)
+            digest = hashlib.blake2b(digest_size=8)
+            for part in parts:
+                digest.update(np.frombuffer(part, dtype=np.uint8).data)
+            return parts, int.from_bytes(digest.digest(), "little", signed=True)
+
+        if self._published is not None:
+            self._published.close()
+        self._published = publish(self._group, self._hosts, packed)
+        self.digest = self._published.digest
+        if not self._published.is_same_everywhere:
+            raise StorageError(
+                "hosts do not see the same checkpoint here", where=self._url,
+                hint="wait until its files have reached all hosts, or copy them again",
+            )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Direct reads take runs of bytes from files straight to their place in live memory, without a buffer between.
+
+Which parts of a plan can be read so is found once, in columns; what is left goes through tiles. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.engine.landing import Landing
+from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.plan.model import Plan
+from ckpt_tool.storage.store import Store
+
+__all__ = ["DirectReads", "batches", "find_direct", "read_direct"]
+
+
+@dataclass(frozen=True, eq=False)
+class DirectReads:
+    """Runs of files and where in which landing they go, in file order."""
+
+    path: tuple[str, ...]
+    file_offset: tuple[int, ...]
+    landing: tuple[int, ...]
+    landing_offset: tuple[int, ...]
+    """Bytes from the landing's first element."""
+    length: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Number of reads."""
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(self.length)
+
+
+def batches(nbytes: npt.ArrayLike, limit: int) -> list[range]:
+    """Consecutive positions of about ``limit`` bytes in all, at least one in each batch.
+
+    >>> batches([3, 3, 3, 9], 6)
+    [range(0, 1), range(1, 3), range(3, 4)]
+    """
+    ends = np.cumsum(np.asarray(nbytes, dtype=np.int64))
+    starts = np.flatnonzero(np.diff(ends // limit, prepend=-1)).tolist()
+    return [range(low, high) for low, high in pairwise([*starts, len(ends)])]
+
+
+def find_direct(
+    plan: Plan, landings: Mapping[int, Landing], candidates: IntArray, *, max_read_bytes: int
+) -> tuple[DirectReads, IntArray]:
+    """What can be read directly of the tiles ``candidates``, and the candidates of which nothing is.
+
+    A tile is direct when it goes to one landing only, as one run of bytes of memory in row-major order and of the same
+    element type, and is stored as runs of its own that need no change. Runs that continue each other on both sides are
+    one read, up to ``max_read_bytes``.
+    """
+    writes, reads, tiles = plan.writes, plan.reads, plan.tiles
+    is_plain = np.zeros(len(plan.target.chunks), dtype=bool)
+    dtypes = plan.source.tensors.dtypes
+    for number, landing in landings.items():
+        array = landing.memory.array
+        is_plain[number] = array is not None and array.flags.c_contiguous and landing.dtype == dtypes[landing.tensor]
+    n_writes = np.bincount(writes.tile, minlength=len(tiles))
+    is_whole = np.prod(writes.sizes, axis=1) == np.prod(tiles.sizes, axis=1)[writes.tile]
+    is_good = (n_writes[writes.tile] == 1) & is_whole & writes.is_contiguous & is_plain[writes.chunk]
+    write_of_tile = np.full(len(tiles), -1, dtype=np.int64)
+    write_of_tile[writes.tile[is_good]] = np.flatnonzero(is_good)
+    is_odd = ~(reads.is_contiguous & reads.is_packed_in_tile) | (plan.source.chunks.flags[reads.chunk] != 0)
+    write_of_tile[reads.tile[is_odd]] = -1
+    is_direct = np.zeros(len(tiles), dtype=bool)
+    is_direct[candidates] = write_of_tile[candidates] >= 0
+
+    rows = np.flatnonzero(is_direct[reads.tile] & (reads.length > 0))
+    write = write_of_tile[reads.tile[rows]]
+    landing_of_row = writes.chunk[write]
+    at = writes.file_offset[write] - plan.target.chunks.offset[landing_of_row] + reads.tile_offset[rows]
+    merged = _merged(
+        reads.file[rows].astype(np.int64), reads.file_offset[rows], landing_of_row, at, reads.length[rows],
+        max_read_bytes,
+    )  # fmt: skip
+    paths = plan.source.files.paths
+    file, *others = (column.tolist() for column in merged)
+    return DirectReads(tuple(paths[each] for each in file), *map(tuple, others)), candidates[~is_direct[candidates]]
+
+
+def _merged(
+    file: IntArray, offset: IntArray, landing: IntArray, at: IntArray, length: IntArray, max_read_bytes: int
+) -> tuple[IntArray, ...]:
+    """The same reads in file order, with those joined that continue each other."""
+    order = np.lexsort((offset, file))
+    file, offset, landing, at, length = (column[order] for column in (file, offset, landing, at, length))
+    if not len(order):
+        return file, offset, landing, at, length
+    goes_on = np.zeros(len(order), dtype=bool)
+    goes_on[1:] = (
+        (file[1:] == file[:-1])
+        & (landing[1:] == landing[:-1])
+        & (offset[1:] == (offset + length)[:-1])
+        & (at[1:] == (at + length)[:-1])
+    )
+    run = np.cumsum(~goes_on) - 1
+    run_start = offset[~goes_on][run]
+    part = (offset - run_start) // max_read_bytes  # a run is cut where it has grown too long for one request
+    first = np.flatnonzero(~goes_on | (part != np.r_[-1, part[:-1]]))
+    return file[first], offset[first], landing[first], at[first], np.add.reduceat(length, first)
+
+
+def read_direct(
+    reads: DirectReads, rows: Sequence[int], store: Store, memory: Mapping[int, npt.NDArray[np.uint8]]
+) -> None:
+    """Do some of the reads; ``memory`` are the bytes of the landings that they go to."""
+    for row in rows:
+        start = reads.landing_offset[row]
+        buffer = memory[reads.landing[row]][start : start + reads.length[row]]
+        store.read_into(reads.path[row], reads.file_offset[row], buffer.data)

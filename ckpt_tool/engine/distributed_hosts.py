@@ -1,0 +1,142 @@
+"""Hosts are the machines that the ranks of a group run on; ranks of one host share memory, and see each other end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.engine import shared_memory
+from ckpt_tool.engine.distributed_group import Group
+from ckpt_tool.engine.shared_memory import Segment
+from ckpt_tool.errors import StorageError
+
+__all__ = ["Hosts", "Published", "hosts_of", "open_segments", "publish"]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks of a group share a host."""
+
+    rank: int
+    key: tuple[int, ...]
+    """One per rank, equal for ranks of one host."""
+    pid: tuple[int, ...]
+    """Process of each rank, as its own host counts."""
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """Ranks of this rank's host, ascending."""
+        return tuple(rank for rank, key in enumerate(self.key) if key == self.key[self.rank])
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each host."""
+        by_key: dict[int, list[int]] = {}
+        for rank, key in enumerate(self.key):
+            by_key.setdefault(key, []).append(rank)
+        return tuple(tuple(ranks) for ranks in by_key.values())
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this rank's host, which does what one rank does for all of its host."""
+        return self.here[0]
+
+    def ended(self) -> list[int]:
+        """Ranks of this host whose process is gone."""
+        return [rank for rank in self.here if rank != self.rank and shared_memory.has_ended(self.pid[rank])]
+
+
+_KNOWN: WeakKeyDictionary[Any, Hosts] = WeakKeyDictionary()
+
+
+def hosts_of(group: Group) -> Hosts:
+    """The hosts of a group; one collective the first time that a process group is asked about."""
+    if group.size == 1:
+        return Hosts(0, (0,), (os.getpid(),))
+    known = _KNOWN.get(group.process_group)
+    if known is None:
+        rows = group.gather_row([shared_memory.host_key(), os.getpid()])
+        known = Hosts(group.rank, tuple(rows[:, 0].tolist()), tuple(rows[:, 1].tolist()))
+        _KNOWN[group.process_group] = known
+    group.watch(known.ended)
+    return known
+
+
+@dataclass(slots=True)
+class Published:
+    """Bytes that the leader of each host made, and how the other ranks of the host come to them."""
+
+    digest: int
+    """Of the bytes, as the leader computed it."""
+    is_same_everywhere: bool
+    """Whether all hosts have the same digest."""
+    _pid: int
+    _fd: int
+    _nbytes: int
+    _own: Segment | None
+
+    def open(self) -> npt.NDArray[np.uint8]:
+        """The bytes, mapped; for ranks that are no leader, before the next collective, after which it may `close`.
+
+        Raises:
+            StorageError: the leader's memory cannot be reached.
+        """
+        return Segment.of_process(self._pid, self._fd, self._nbytes).bytes
+
+    def close(self) -> None:
+        """On the leader: end the sharing; what is mapped stays."""
+        if self._own is not None:
+            self._own.close()
+
+
+def publish(
+    group: Group, hosts: Hosts, make: Callable[[], tuple[Sequence[bytes | npt.NDArray[np.uint8]], int]]
+) -> Published:
+    """What ``make`` returns on the leader of each host, parts and a digest, for all ranks of the host; one collective.
+
+    Raises:
+        CkptError: ``make`` failed on some leader.
+    """
+    own, digest, failure = None, 0, None
+    if hosts.rank == hosts.leader:
+        try:
+            parts, digest = make()
+            own = Segment.holding(parts) if len(hosts.here) > 1 else None
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            failure = error
+    rows = group.gather_row([own.fd if own else -1, own.nbytes if own else 0, digest], failure)
+    fd, nbytes, of_host = rows[hosts.leader].tolist()
+    is_same = len({int(rows[ranks[0], 2]) for ranks in hosts.groups}) == 1
+    return Published(of_host, is_same, hosts.pid[hosts.leader], fd, nbytes, own)
+
+
+def open_segments(group: Group, hosts: Hosts, nbytes: int) -> list[Segment]:
+    """A segment of each rank of this host, in their order, all mapped here. Two collectives of the whole group.
+
+    Raises:
+        StorageError: some rank has no memory for one, or cannot reach another's; on every rank.
+    """
+    own, failure = None, None
+    try:
+        own = Segment.create(nbytes)
+    except StorageError as error:
+        failure = error
+    rows = group.gather_row([own.fd if own else -1], failure)
+    segments: list[Segment] = []
+    try:
+        for rank in hosts.here:
+            fd = int(rows[rank, 0])
+            segments.append(own if rank == hosts.rank and own else Segment.of_process(hosts.pid[rank], fd, nbytes))
+    except StorageError as error:
+        failure = error
+    group.agree(failure)  # and with it all have mapped all
+    if own is not None:
+        own.close()
+    return segments

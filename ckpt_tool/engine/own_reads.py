@@ -1,0 +1,97 @@
+"""Own reads are what a rank reads for itself alone: straight into its memory where that can be, else through tiles.
+
+What is read how is found once, and executed for any memory of the same structure. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.engine.direct import DirectReads, batches, find_direct, read_direct
+from ckpt_tool.engine.journal import UnitRecord
+from ckpt_tool.engine.landing import Filler, Landing, Places
+from ckpt_tool.engine.pool import run_units
+from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.plan.model import Plan
+from ckpt_tool.storage.store import Store
+
+__all__ = ["OwnReads", "plan_own_reads", "run_own_reads"]
+
+_UNIT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class OwnReads:
+    """Some tiles of a plan, all of whose pieces are this rank's."""
+
+    plan: Plan
+    direct: DirectReads
+    tiles: IntArray
+    """int64[n]: tiles that go through a buffer."""
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the pieces of ``tiles`` lie."""
+        return Places(self.plan, np.flatnonzero(np.isin(self.plan.writes.tile, self.tiles)))
+
+    @cached_property
+    def units(self) -> tuple[tuple[str, range], ...]:
+        """Work of about 16 MiB each: ``direct`` and reads of it, or ``tiles`` and positions in these."""
+        runs = batches(self.plan.tiles.nbytes[self.tiles], _UNIT_BYTES)
+        direct = batches(self.direct.length, _UNIT_BYTES)
+        return (*(("direct", run) for run in direct), *(("tiles", run) for run in runs))
+
+
+def plan_own_reads(plan: Plan, landings: Mapping[int, Landing], tiles: IntArray, *, max_read_bytes: int) -> OwnReads:
+    """How to read ``tiles`` for ``landings``, or for other memory of the same structure."""
+    return OwnReads(plan, *find_direct(plan, landings, tiles, max_read_bytes=max_read_bytes))
+
+
+def run_own_reads(reads: OwnReads, store: Store, landings: Mapping[int, Landing], *, n_workers: int) -> Iterator[int]:
+    """Fill the landings; yields the bytes read by each finished unit."""
+    memory = {number: landings[number].memory.array for number in set(reads.direct.landing)}
+    flat = {number: array.reshape(-1).view(np.uint8) for number, array in memory.items() if array is not None}
+    for event in run_units(range(len(reads.units)), lambda: _Worker(reads, store, landings, flat), n_workers=n_workers):
+        if isinstance(event, int):
+            yield event
+
+
+class _Worker:
+    """Does units, one at a time."""
+
+    def __init__(
+        self,
+        reads: OwnReads,
+        store: Store,
+        landings: Mapping[int, Landing],
+        flat: Mapping[int, npt.NDArray[np.uint8]],
+    ) -> None:
+        self._reads, self._store, self._flat = reads, store, flat
+        self._filler = Filler(reads.plan, store, landings, reads.places) if len(reads.tiles) else None
+
+    def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """A block in which these units are done in this order."""
+        if self._filler is None:
+            return nullcontext()
+        runs = (run for unit in units for kind, run in [self._reads.units[unit]] if kind == "tiles")
+        return self._filler.ahead(tile for run in runs for tile in self._reads.tiles[run.start : run.stop].tolist())
+
+    def run_unit(self, unit: int, progress: Callable[[int], None]) -> UnitRecord:
+        """Read one unit; ``progress`` gets the bytes read."""
+        kind, rows = self._reads.units[unit]
+        if kind == "direct":
+            read_direct(self._reads.direct, rows, self._store, self._flat)
+            progress(sum(self._reads.direct.length[rows.start : rows.stop]))
+        elif self._filler is not None:
+            before = self._filler.read_nbytes
+            with self.ahead([unit]):
+                for tile in self._reads.tiles[rows.start : rows.stop].tolist():
+                    self._filler.fill(tile)
+            progress(self._filler.read_nbytes - before)
+        return UnitRecord(unit, (), ())
