@@ -128,7 +128,7 @@ Include = Annotated[
         "--include",
         "--tensor",
         metavar="GLOB",
-        help="Only tensors that fit: a glob ('*' crosses dots, {a,b} is either) or re:REGEX. Repeatable.",
+        help="Only tensors that fit: a glob ('*' crosses dots, {a,b} is either), re:REGEX or dtype:GLOB. Repeatable.",
         show_default=False,
     ),
 ]

@@ -34,6 +34,10 @@ class Columns:
     _files: dict[str, int] = field(default_factory=dict)
     _parts: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
 
+    def __contains__(self, fqn: object) -> bool:
+        """Whether a tensor of that name was added."""
+        return fqn in self._tensors
+
     def add_tensor(
         self, fqn: str, dtype: DType, shape: Sequence[int], *, path: KeyPath = (), section: str | None = None
     ) -> int:

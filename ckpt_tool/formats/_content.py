@@ -39,10 +39,7 @@ _MAGIC: tuple[tuple[bytes, Content], ...] = (
     (b"\x28\xb5\x2f\xfd", Content("a zstd file", "unpack it with zstd -d")),
     (b"BZh", Content("a bzip2 file", "unpack it with bunzip2")),
     (b"\xfd7zXZ\x00", Content("an xz file", "unpack it with unxz")),
-    (
-        b"GGUF",
-        Content("a GGUF file", "llama.cpp reads it; take the checkpoint that it was made from"),
-    ),
+    (b"GGUF", Content("a GGUF file", "name it .gguf")),
     (b"\x93NUMPY", Content("a numpy array", "name it .npy")),
     (b"\x89HDF\r\n", Content("an HDF5 file", "Keras writes these; export it with Keras")),
     (b"PAR1", Content("a Parquet file")),

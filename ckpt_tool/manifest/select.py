@@ -1,7 +1,8 @@
 """Choosing tensors by name, and elements of one tensor by slices, as people type them.
 
-A *pattern* is a glob over the whole fqn or, after ``re:``, a regular expression found anywhere in it. A *slice text* is
-``NAME[0:4, :]`` as numpy writes it. Knows no command line and no bytes.
+A *pattern* is a glob over the whole fqn or, after ``re:``, a regular expression found anywhere in it; after ``dtype:``
+it is a glob over the name of the element type. A *slice text* is ``NAME[0:4, :]`` as numpy writes it. Knows no command
+line and no bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.manifest.tables import SECTIONS, IntArray
+from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
 
 if TYPE_CHECKING:
     from ckpt_tool.manifest.model import Manifest
@@ -25,6 +26,7 @@ __all__ = ["Index", "expand_braces", "matching", "parse_slice", "select", "slice
 
 Index = tuple["slice | int | EllipsisType", ...]
 
+_DTYPE = "dtype:"
 _MAX_EXPANSIONS = 10_000
 _SLICE_EXAMPLE = 'write it like "NAME[0:4, :]": whole numbers, ":" and "..." only'
 
@@ -55,9 +57,9 @@ def select(
     if sections:
         keep &= np.isin(tensors.section, [SECTIONS.index(s) for s in sections])
     if include:
-        keep &= _any_of(include, tensors.fqns, manifest.root)
+        keep &= _any_of(include, tensors, manifest.root)
     if exclude:
-        keep &= ~_any_of(exclude, tensors.fqns, manifest.root)
+        keep &= ~_any_of(exclude, tensors, manifest.root)
     if not keep.any() and (include or exclude or sections):
         raise NotFound(
             f"none of {len(tensors):,} tensors is left: include {list(include)}, exclude {list(exclude)}, sections "
@@ -67,14 +69,19 @@ def select(
     return np.flatnonzero(keep).astype(np.int64)
 
 
-def _any_of(patterns: Sequence[str], fqns: Sequence[str], root: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    found = np.zeros(len(fqns), dtype=np.bool_)
+def _any_of(patterns: Sequence[str], tensors: TensorTable, root: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    found = np.zeros(len(tensors), dtype=np.bool_)
     for pattern in patterns:
-        hits = matching(pattern, fqns)
+        of_types = pattern.startswith(_DTYPE)
+        names = [dtype.name for dtype in tensors.dtypes] if of_types else tensors.fqns
+        hits = matching(pattern.removeprefix(_DTYPE), names)
         if not hits:
-            near = _near(pattern, fqns)
-            hint = "did you mean " + " or ".join(near) if near else 'names have dots, and "*" crosses them'
-            raise NotFound(f"no tensor fits {pattern!r} among {len(fqns):,}", where=root or None, hint=hint)
+            hint = 'names have dots, and "*" crosses them'
+            if of_types:
+                hint = "its types: " + " ".join(sorted(set(names)))
+            elif near := _near(pattern, names):
+                hint = "did you mean " + " or ".join(near)
+            raise NotFound(f"no tensor fits {pattern!r} among {len(tensors):,}", where=root or None, hint=hint)
         found[hits] = True
     return found
 

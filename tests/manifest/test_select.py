@@ -187,3 +187,13 @@ def test_a_slice_means_what_it_means_to_numpy(data: st.DataObject) -> None:
     box, squeezed = slice_box(tuple(index), shape)
     actual = array[box.slices].squeeze(squeezed)
     assert (actual.shape, actual.tolist()) == (np.shape(expected), np.asarray(expected).tolist())
+
+
+def test_types_are_chosen_by_name() -> None:
+    """``dtype:`` and a glob; one that fits nothing names the types that are here."""
+    assert chosen("dtype:u*") == list(FQNS)
+    with pytest.raises(NotFound, match="none of 7 tensors is left"):
+        chosen(exclude=("dtype:uint8",))
+    with pytest.raises(NotFound, match="no tensor fits 'dtype:bf16'") as caught:
+        chosen("dtype:bf16")
+    assert caught.value.hint == "its types: uint8"
