@@ -19,9 +19,10 @@ from ckpt_tool.api.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.hf_names import NamesOptions, with_hf_names
-from ckpt_tool.api.names import module_names, renamed, tied_groups
+from ckpt_tool.api.names import module_names, renamed
 from ckpt_tool.api.rank_state import by_name
 from ckpt_tool.api.selection import select_tensors
+from ckpt_tool.api.tied import without_tied
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
@@ -29,8 +30,7 @@ from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.layout.origins import origins_of, renaming_views
 from ckpt_tool.layout.views import View
-from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.subset import only_tensors
+from ckpt_tool.manifest.model import Blob
 
 __all__ = ["export", "prepare_export"]
 
@@ -105,7 +105,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         unequal=unequal,
     )
     manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
-    manifest, tied_dropped, tied_notes = _without_tied(manifest, tied)
+    manifest, tied_dropped, tied_notes = without_tied(checkpoint, manifest, tied)
     dropped += tied_dropped
     notes += tied_notes
     by_family, views = None, tuple[View, ...]()
@@ -189,18 +189,3 @@ def _text_of(path: str | os.PathLike[str]) -> tuple[str, str]:
             return os.fspath(path), file.read()
     except OSError as error:
         raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error
-
-
-def _without_tied(manifest: Manifest, tied: str) -> tuple[Manifest, list[Dropped], list[str]]:
-    """The manifest without tensors that repeat the bytes of an earlier one, as far as ``tied`` says so."""
-    groups = tied_groups(manifest)
-    if not groups:
-        return manifest, [], []
-    says_tied = bool(manifest.info.get("config", {}).get("tie_word_embeddings"))
-    named = "; ".join(" = ".join(group) for group in groups[:3])
-    if tied == "keep" or (tied == "auto" and not says_tied):
-        return manifest, [], [f"{len(groups):,} groups of tensors share their bytes and are each written: {named}"]
-    repeats = {fqn: group[0] for group in groups for fqn in group[1:]}
-    keep = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in repeats]
-    dropped = [Dropped(fqn, f"shares its bytes with {first}") for fqn, first in repeats.items()]
-    return only_tensors(manifest, keep), dropped, []

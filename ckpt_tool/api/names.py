@@ -1,16 +1,14 @@
-"""What tensors are called in the target, and which of them share bytes."""
+"""What tensors are called in the target."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.manifest.model import KeyPath, Manifest
-from ckpt_tool.manifest.tables import IntArray, TensorTable
+from ckpt_tool.manifest.tables import TensorTable
 
-__all__ = ["module_names", "renamed", "tied_groups"]
+__all__ = ["module_names", "renamed"]
 
 # Keys under which trainers put the module's own state dict, and prefixes that wrappers add to a module's names.
 _STATE_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "app"})
@@ -64,25 +62,3 @@ def renamed(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
         )
     table = TensorTable(fqns, tensors.dtypes, tensors.shape, tensors.ndim, tensors.section, paths)
     return manifest.replace(tensors=table)
-
-
-def tied_groups(manifest: Manifest) -> list[tuple[str, ...]]:
-    """Groups of tensors that are the same bytes of the same files, in table order.
-
-    Only what the files themselves share counts; equal copies do not.
-    """
-    chunks = manifest.chunks
-    order, starts = chunks.by_tensor
-    live = chunks.length > 0
-    found: dict[bytes, list[int]] = {}
-    for tensor in range(len(starts) - 1):
-        rows: IntArray = order[starts[tensor] : starts[tensor + 1]]
-        rows = rows[live[rows]]
-        if not len(rows):
-            continue
-        place = np.column_stack(
-            [chunks.file[rows], chunks.offset[rows], chunks.length[rows], chunks.offsets[rows], chunks.sizes[rows]]
-        )
-        key = np.ascontiguousarray(place[np.lexsort(place.T)]).tobytes() + bytes(manifest.tensors.ndim[tensor])
-        found.setdefault(key, []).append(tensor)
-    return [tuple(manifest.tensors.fqns[t] for t in group) for group in found.values() if len(group) > 1]

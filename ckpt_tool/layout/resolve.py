@@ -14,10 +14,10 @@ from typing import Literal
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.names import Spelling, spellings
 from ckpt_tool.layout.placement import Replicate, Shard, TensorLayout
-from ckpt_tool.layout.rules import RuleMatch, RuleSet
+from ckpt_tool.layout.rules import Kind, RuleMatch, RuleSet
 from ckpt_tool.manifest.sections import section_of
 
-__all__ = ["Default", "Notes", "Resolved", "is_for_everyone", "resolve"]
+__all__ = ["Default", "Notes", "Resolved", "is_for_everyone", "resolve", "rows_of_kind"]
 
 Default = Literal["shard0", "replicate"]
 
@@ -109,6 +109,16 @@ def resolve(
     _note_missing("layers", layers, notes)
     _note_missing("experts", experts, notes)
     return Resolved(tuple(layouts), max(layers, default=-1) + 1, max(experts, default=-1) + 1)
+
+
+def rows_of_kind(fqns: Sequence[str], rules: RuleSet, kind: Kind) -> list[int]:
+    """Rows of ``fqns`` whose rule is of ``kind``; state of optimizers and adapters is not among them."""
+    found = ((row, *_find(fqn, rules, {})) for row, fqn in enumerate(fqns))
+    return [
+        row
+        for row, spelling, match in found
+        if match is not None and match.rule.kind == kind and spelling.slot is None and spelling.adapter is None
+    ]
 
 
 def _find(fqn: str, rules: RuleSet, numbered: Mapping[int, str]) -> tuple[Spelling, RuleMatch | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt_tool.api.names import module_names, renamed, tied_groups
+from ckpt_tool.api.names import module_names, renamed
+from ckpt_tool.api.tied import groups_of_shared_bytes
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from tests.synthetic import make_source
@@ -42,6 +43,6 @@ def test_tied_means_the_same_bytes() -> None:
         {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, {"a": [Box((0,), (2,))], "b": [Box((0,), (2,))]}
     )
     chunks = source.manifest.chunks
-    assert tied_groups(source.manifest) == []
+    assert groups_of_shared_bytes(source.manifest) == []
     shared = chunks.replace(file=chunks.file * 0, offset=chunks.offset * 0 + chunks.offset[0])
-    assert tied_groups(source.manifest.replace(chunks=shared)) == [("a", "b")]
+    assert groups_of_shared_bytes(source.manifest.replace(chunks=shared)) == [("a", "b")]

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp_of_torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -130,6 +131,26 @@ def test_r35_tied_tensors(ckpt: Ckpt, tmp_path: Path, tied: str, says_tied: bool
     assert set(load_file(tmp_path / "out.safetensors")) == kept
     dropped, written = "shares its bytes with emb: head", "share their bytes and are each written: emb = head"
     assert (dropped in done.text, written in done.text) == ("head" not in kept, "head" in kept)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r35_equal_copies(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R35: FSDP saves a tied vocabulary twice; equal copies are one on request, layers that happen to be equal stay."""
+    table, norm = torch.randn(8, 4), torch.ones(4)
+    layers = {f"model.layers.{n}.input_layernorm.weight": norm.clone() for n in range(2)}
+    attention = {f"model.layers.{n}.self_attn.{p}_proj.weight": torch.eye(4) for n in range(2) for p in "qkvo"}
+    mlp = {f"model.layers.{n}.mlp.gate_proj.weight": torch.ones(8, 4) for n in range(2)}
+    names = {"model.embed_tokens.weight": table, "lm_head.weight": table.clone()}
+    for head, kept in ((table.clone(), False), (table + 1, True)):
+        source = tmp_path / f"source-{kept}"
+        state = {"model": {**names, **layers, **attention, **mlp, "lm_head.weight": head}}
+        dcp_of_torch.save(state, checkpoint_id=source, no_dist=True)
+        done = ckpt("export", source, tmp_path / "out.safetensors", "--tied", "drop", "--overwrite")
+        written = set(load_file(tmp_path / "out.safetensors"))
+        assert ("lm_head.weight" in written) is kept
+        assert len(written) == 13 + kept
+        said = "not tied, their values differ" if kept else "equal to model.model.embed_tokens.weight: model.lm_head"
+        assert said in done.text
 
 
 class TestR37WrongLevel:
