@@ -38,12 +38,14 @@ def without_tied(
         )
         return manifest, (), notes
     why = {fqn: f"shares its bytes with {group[0]}" for group in shared for fqn in group[1:]}
-    copies, notes = _equal_vocabularies(checkpoint, manifest, [fqn for fqn in manifest.tensors.fqns if fqn not in why])
+    copies, said_of_copies = _equal_vocabularies(
+        checkpoint, manifest, [fqn for fqn in manifest.tensors.fqns if fqn not in why]
+    )
     why |= copies
     if not why:
-        return manifest, (), notes
+        return manifest, (), said_of_copies
     keep = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in why]
-    return only_tensors(manifest, keep), tuple(Dropped(fqn, reason) for fqn, reason in why.items()), notes
+    return only_tensors(manifest, keep), tuple(Dropped(fqn, reason) for fqn, reason in why.items()), said_of_copies
 
 
 def _equal_vocabularies(
