@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Spelling", "spellings"]
+__all__ = ["Spelling", "spellings", "without_wrappers"]
 
 # Inserted wherever a module is wrapped: torch.compile, FSDP, activation checkpointing, fairscale.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\.")
@@ -65,6 +65,18 @@ def spellings(fqn: str, numbered: Mapping[int, str]) -> Iterator[Spelling]:
         name = numbered.get(int(parameter), parameter) if parameter.isdecimal() else parameter
         for spelling in _parameter_spellings(name):
             yield replace(spelling, slot=found["slot"])
+
+
+def without_wrappers(fqn: str) -> str:
+    """The name without what wrappers insert anywhere, and without ``module.`` in front of it or of what it belongs to.
+
+    >>> without_wrappers("module.layers.0._orig_mod._checkpoint_wrapped_module.w"), without_wrappers("module.x")
+    ('layers.0.w', 'x')
+    """
+    name = _WRAPPERS.sub("", fqn)
+    while name.startswith("module.") and len(name) > len("module."):
+        name = name[len("module.") :]
+    return name
 
 
 def _parameter_spellings(fqn: str) -> Iterator[Spelling]:

@@ -118,7 +118,12 @@ class LocalStore:
             homes.append(os.path.dirname(os.path.realpath(os.path.join(self._root, self._entry))))
         return tuple(homes)
 
-    def _open(self, path: str) -> io.FileIO:
+    def real_path(self, path: str) -> str:
+        """Where a file really lies, links followed.
+
+        Raises:
+            FormatError: it leaves the folder, or is no file.
+        """
         full = os.path.join(self._root, check_path(path, root=self.url))
         where = join_url(self.url, path)
         real = os.path.realpath(full)
@@ -129,7 +134,10 @@ class LocalStore:
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
             kind = "folder" if stat.S_ISDIR(mode) else "pipe, socket or device"
             raise FormatError(f"expected a file, got a {kind}", where=where)
-        return io.FileIO(real, "rb")
+        return real
+
+    def _open(self, path: str) -> io.FileIO:
+        return io.FileIO(self.real_path(path), "rb")
 
     def _is_inside(self, real: str) -> bool:
         return any(real == home or real.startswith(home.rstrip(os.sep) + os.sep) for home in self._homes)

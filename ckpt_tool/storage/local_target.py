@@ -18,6 +18,7 @@ from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
 from ckpt_tool.storage.kernel import exchange, fallocate
+from ckpt_tool.storage.take_over import copy_range, take_file
 from ckpt_tool.storage.urls import check_path, local_path
 
 __all__ = ["JOURNAL_NAME", "MARKER_NAME", "LocalTarget"]
@@ -101,6 +102,37 @@ class LocalTarget:
     def start_of(self, path: str) -> int:  # noqa: ARG002 - any part of any file may be missing
         """0: what was written is what the journal says."""
         return 0
+
+    def take_over(self, path: str, source: str, *, link: str) -> str:
+        """Make a file the same as ``source``, another file of this machine; how: ``clone``, ``hard`` or ``copy``.
+
+        Raises:
+            FormatError: the path leaves the target.
+            StorageError: the system refused.
+        """
+        full = self._full(path)
+        try:
+            os.makedirs(os.path.dirname(full), exist_ok=True)
+            how = take_file(source, full, link=link)
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be taken over") from error
+        with self._lock:
+            self._sizes[path] = os.path.getsize(full)
+        return how
+
+    def copy_in(self, path: str, offset: int, source: str, source_offset: int, nbytes: int) -> None:
+        """Copy bytes of another file of this machine to ``offset`` of a created file.
+
+        Raises:
+            StorageError: the other file is too short, or the system refused.
+        """
+        try:
+            with open(source, "rb") as old, self._handles.borrow(path) as handle:
+                copy_range(old.fileno(), handle.file.fileno(), source_offset, offset, nbytes)
+        except EOFError as error:
+            raise StorageError("became shorter while it was read", where=source) from error
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
 
     def write(self, path: str, offset: int, buffer: bytes | bytearray | memoryview) -> None:
         """Write all of ``buffer`` at ``offset``.
@@ -322,12 +354,21 @@ def _sync_tree(root: str) -> None:
     """Wait until all files and folders below ``root``, and it itself, are on the device."""
     for folder, _, names in os.walk(root, topdown=False):
         for name in names:
-            fd = os.open(os.path.join(folder, name), os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            fd = _open_for_sync(os.path.join(folder, name))
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
         _sync_folder(folder)
+
+
+def _open_for_sync(path: str) -> int:
+    """A descriptor; for reading alone where a file that was linked may not be written to."""
+    flags = getattr(os, "O_NOFOLLOW", 0)
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | flags)
 
 
 def _sync_folder(folder: str) -> None:
