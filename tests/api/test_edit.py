@@ -100,9 +100,7 @@ def test_dropped_from_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["auto", "hard", "copy"])
 def test_links(tmp_path: Path, link: str) -> None:
     """Files that stay as they are get a second name only where that is asked for, or nothing else is cheap."""
-    save_file({"a.w": np.ones(4)}, tmp_path / "s" / "model-00001-of-00002.safetensors") if (
-        tmp_path / "s"
-    ).mkdir() else 0
+    (tmp_path / "s").mkdir()
     save_file({"a.w": np.ones(4)}, tmp_path / "s/model-00001-of-00002.safetensors")
     save_file({"b.w": np.ones(4)}, tmp_path / "s/model-00002-of-00002.safetensors")
     result = changed(tmp_path / "s", tmp_path / "out", rename=[("^a", "c")], link=link)
