@@ -48,8 +48,8 @@ CONFINED: Mapping[str, tuple[str, ...]] = {
 }
 
 # Inside formats/: modules that every format may import, besides the `_` ones; and those that know all formats.
-FORMAT_CONTRACTS = frozenset({"base"})
-FORMAT_INDEXES = frozenset({"__init__", "registry", "detect", "bundle"})
+FORMAT_CONTRACTS = frozenset({"base", "edited"})
+FORMAT_INDEXES = frozenset({"__init__", "registry", "detect", "bundle", "editors"})
 
 BANNED_NAMES = frozenset({"utils", "helpers", "common", "misc"})
 MAX_LINES = 400
