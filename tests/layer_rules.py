@@ -191,7 +191,7 @@ def _format_complaints(part: str, target: str) -> Iterator[str]:
     if part == target or part in FORMAT_INDEXES:
         return
     if target in FORMAT_INDEXES or not is_shared:
-        yield f"format {part} imports {target}; formats share only _modules and {', '.join(FORMAT_CONTRACTS)}"
+        yield f"format {part} imports {target}; formats share only _modules and {', '.join(sorted(FORMAT_CONTRACTS))}"
 
 
 def _cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
