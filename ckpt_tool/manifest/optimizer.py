@@ -12,6 +12,7 @@ Looks only at names, shapes and loaded blobs; knows no kind of optimizer and rea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ ParameterKey = str | int
 """How an optimizer calls a parameter: its fqn, or its number in the order in which the optimizer was given them."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_LISTED = re.compile(r"(\d+)\.params\.(\d+)")
 _SLOTS = frozenset(
     {"param", "fp32_param", "master_param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 )
@@ -220,6 +222,8 @@ def _split(path: KeyPath) -> tuple[KeyPath, str, KeyPath, bool] | None:
     (('optim',), 'state', (0, 'step'), True)
     >>> _split(("optim.state.a.weight.step",))
     (('optim',), 'state', ('a.weight', 'step'), False)
+    >>> _split(("optim.param_groups.1.params.0",))
+    (('optim',), 'param_groups', (1, 'params', 0), False)
     """
     for at, part in enumerate(path):
         if part in (_STATE, _GROUPS) and (part == _GROUPS or at + 1 < len(path)):
@@ -230,7 +234,10 @@ def _split(path: KeyPath) -> tuple[KeyPath, str, KeyPath, bool] | None:
                 if found:
                     prefix = (*path[:at], head[1:]) if head else path[:at]
                     key, _, last = tail.rpartition(".")
-                    rest = (key, last) if key else (tail,)
+                    rest: KeyPath = (key, last) if key else (tail,)
+                    listed = _LISTED.fullmatch(tail) if marker == _GROUPS else None
+                    if listed:
+                        rest = (int(listed[1]), "params", int(listed[2]))
                     return prefix, marker, (*rest, *path[at + 1 :]), False
     return None
 

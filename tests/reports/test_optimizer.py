@@ -194,6 +194,19 @@ def test_r16_groups_keep_their_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
     assert after == before
 
 
+def test_r16_groups_of_metadata_without_key_paths(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: older metadata has dotted names only; the members of a list of parameters are no groups of their own."""
+
+    def without_paths(made: Checkpoint) -> None:
+        optimizer_state(made)
+        made.planner_data = None
+
+    source = dcp(tmp_path / "source", without_paths)
+    (view,) = inspect(source, objects=True).optimizers
+    assert [group.params for group in view.groups] == [("a",), ("b", "c"), ()]
+    assert ckpt("verify", source).status == 0
+
+
 def test_r17_parameters_without_state(ckpt: Ckpt, tmp_path: Path) -> None:
     """R17: a parameter that never got a gradient has no state; verify says so, and nothing is wrong with it."""
     source = dcp(tmp_path / "source", optimizer_state)
