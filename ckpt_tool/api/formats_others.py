@@ -31,6 +31,14 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             *_zoo("tensorstore 0.1.86", shards_of_several_pieces="ocdbt_tall", nodes_not_compressed="ocdbt_raw"),
         ),
     ),
+    "consolidated": (
+        "Meta's consolidated.NN.pth with params.json, joined",
+        _zoo(
+            "fairscale's layers",
+            embedding_cut_by_columns="consolidated_llama2",
+            grouped_queries_and_rows_of_the_vocabulary="consolidated_llama3",
+        ),
+    ),
     "gguf": (
         "GGUF (llama.cpp); quantised blocks as what they are",
         _zoo("gguf 0.19.0", plain_and_quantised="gguf_mixed", split="gguf_split", big_endian="gguf_big"),

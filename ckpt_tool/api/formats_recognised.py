@@ -20,6 +20,7 @@ RECOGNISED = {
     "safetensors-index": "*.safetensors.index.json, or several .safetensors at the top",
     "safetensors": "one .safetensors, by name or by its header",
     "hf-bin": "*.bin.index.json",
+    "consolidated": "consolidated.<NN>.pth",
     "gguf": "the first four bytes of a file: GGUF",
     "npz": "a zip named .npz, or one that holds .npy files only",
     "torch-ranks": "torch.save files whose names differ in a rank number",

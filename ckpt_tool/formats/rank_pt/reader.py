@@ -26,9 +26,9 @@ from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.placed import Placed
 from ckpt_tool.formats._torch_file.rank_names import RankFile, RankFileSet, find_sets
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
+from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, LayoutEntry, parse_layout
-from ckpt_tool.formats.rank_pt.replicas import replica_findings
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views

@@ -1,0 +1,256 @@
+"""The reader of ``consolidated.NN.pth``: a file for each tensor-parallel rank, joined to whole weights.
+
+Where a weight was cut is proven by sizes: of the ways to join its parts only one fits ``params.json`` and the length of
+the norms. Where two fit (a vocabulary whose size no file tells), parts that are equal by their checksums are replicas,
+others are rows. What no size decides is taken for a replica in every file, which ``check`` compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tool.errors import FormatError, LayoutError, NotFound
+from ckpt_tool.formats._pickle.tensors import TensorRef
+from ckpt_tool.formats._torch_file import headers
+from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_files
+from ckpt_tool.formats._torch_file.assemble import Part, assemble, by_itself
+from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
+from ckpt_tool.formats._torch_file.entries import Entry, entries_of
+from ckpt_tool.formats._torch_file.findings import archive_findings
+from ckpt_tool.formats._torch_file.placed import Piece, Placed
+from ckpt_tool.formats._torch_file.replicas import replica_findings
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.consolidated.sizes import Cut, Sizes, cuts_of, dims_of, sizes_of
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, MeshInfo
+from ckpt_tool.manifest.tables import ChunkTable, IntArray
+
+__all__ = ["READER", "ConsolidatedReader"]
+
+_FILE = re.compile(r"consolidated\.([0-9]{2,5})\.pth")
+_PARAMS = "params.json"
+_NORM = re.compile(r"(?:.*\.)?norm\.weight")
+_MAX_PARAMS_NBYTES = 1 << 20
+_SHOWN = 5
+
+
+class ConsolidatedReader:
+    """Requests: ``read`` makes one for ``params.json`` and three per file, ``resolve`` as for any torch file."""
+
+    name = "consolidated"
+
+    def probe(self, source: Source) -> Probe:
+        """By names, and by the first bytes of the first file."""
+        if source.listing.entry is not None:
+            return Probe(0.0, "a single file; consolidated files are read together, from their folder")
+        paths = _paths(source)
+        if not paths:
+            return Probe(0.0, "no consolidated.NN.pth")
+        if not is_torch_head(source.head(paths[0], HEAD_NBYTES)):
+            return Probe(0.2, f"{paths[0]} is no torch.save file")
+        return Probe(0.95, f"{len(paths):,} files consolidated.NN.pth")
+
+    def read(self, source: Source) -> Manifest:
+        """See the module for how weights are joined.
+
+        Raises:
+            NotFound: there are none, or files are missing among them.
+            LayoutError: sizes of ``params.json`` contradict the weights.
+            FormatError: a file is damaged.
+        """
+        paths = _paths(source)
+        if not paths:
+            raise NotFound("no consolidated.NN.pth", where=source.listing.url)
+        params, notes = _params(source)
+        opened = open_torch_files(source, paths)
+        entries = [entries_of(file.root) for file in opened]
+        parts = [part_of(file, own, rank) for rank, (file, own) in enumerate(zip(opened, entries, strict=True))]
+        joiner = _Joiner(parts, sizes_of(params, _norm_length(parts)))
+        found = assemble(parts, section_by_root([file.root for file in opened]), joiner.placed)
+        found.notes += [*notes, *joiner.notes()]
+        if len(parts) > 1:
+            found.mesh = MeshInfo(("tp",), (len(parts),), f"{len(parts)} files consolidated.NN.pth")
+        info: dict[str, Any] = {"world_size": len(parts), "params": dict(params), "config": _config(params)}
+        names = {
+            "replicated_by_assumption": joiner.assumed(found.replicated),
+            "kept_apart": found.kept_apart,
+            "replicas": sorted(joiner.replicas),
+        }
+        info |= {key: fqns for key, fqns in names.items() if fqns}
+        return manifest_of(self.name, source.listing.url, opened, entries, found, info)
+
+    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
+        """By local headers, see ``headers.resolve``."""
+        return headers.resolve(source, manifest, rows)
+
+    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
+        """The blobs as they are: values come with each ``data.pkl``."""
+        del source, rows
+        return manifest.blobs
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """The CRC-32 of each storage of each file, and of the pickles."""
+        return headers.checksums(source, manifest)
+
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Replicas that are none, tensors whose parts have different shapes, missing checksums."""
+        fqns = [*manifest.info.get("replicated_by_assumption", ()), *manifest.info.get("replicas", ())]
+        for fqn in manifest.info.get("kept_apart", ()):
+            message = f"{fqn!r}: same key, different shapes, and no rule of how its parts join"
+            yield Finding("different-shapes", Severity.ERROR, message, fqn=fqn)
+        yield from replica_findings(source, manifest, fqns)
+        yield from archive_findings(source, manifest)
+
+
+READER = ConsolidatedReader()
+
+
+def _paths(source: Source) -> list[str]:
+    """The files in the order of their numbers.
+
+    Raises:
+        NotFound: one is missing.
+    """
+    found = {int(match[1]): path for path in source.listing.sizes if (match := _FILE.fullmatch(path))}
+    if not found:
+        return []
+    missing = sorted(set(range(max(found) + 1)) - set(found))
+    if missing and len(found) > 1:
+        listed = ", ".join(f"consolidated.{number:02d}.pth" for number in missing[:_SHOWN])
+        raise NotFound(f"{listed} missing among {len(found):,} files", where=source.listing.url)
+    return [found[number] for number in sorted(found)]
+
+
+def _params(source: Source) -> tuple[Mapping[str, Any], list[str]]:
+    if _PARAMS not in source.listing:
+        return {}, [f"no {_PARAMS}: sizes are known from the weights alone"]
+    if source.listing.nbytes(_PARAMS) > _MAX_PARAMS_NBYTES:
+        raise FormatError(f"{source.listing.nbytes(_PARAMS):,} bytes are no settings", where=_PARAMS)
+    try:
+        params = json.loads(source.read_whole(_PARAMS))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not JSON: {str(error)[:200]}", where=_PARAMS) from error
+    if not isinstance(params, dict):
+        raise FormatError(f"expected a JSON object, got {type(params).__name__}", where=_PARAMS)
+    return params, []
+
+
+def _config(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes under the names of transformers, where rules of other names look for them."""
+    words = {
+        "hidden_size": params.get("dim"),
+        "num_hidden_layers": params.get("n_layers"),
+        "num_attention_heads": params.get("n_heads"),
+        "num_key_value_heads": params.get("n_kv_heads") or params.get("n_heads"),
+    }
+    return {name: value for name, value in words.items() if type(value) is int and value > 0}
+
+
+def _norm_length(parts: Sequence[Part]) -> int | None:
+    for entry in parts[0].entries:
+        if isinstance(entry.value, TensorRef) and _NORM.fullmatch(entry.fqn) and len(entry.value.shape) == 1:
+            return entry.value.shape[0]
+    return None
+
+
+@dataclass(slots=True)
+class _Joiner:
+    """Decides for each weight how its parts join, and remembers why."""
+
+    parts: Sequence[Part]
+    sizes: Sizes
+    cuts: dict[str, Cut | None] = field(default_factory=dict)
+    replicas: list[str] = field(default_factory=list)
+    by_bytes: list[str] = field(default_factory=list)
+    """Weights where two ways fit and the parts' checksums decided."""
+    held: dict[str, list[TensorRef]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Collect the parts of each weight."""
+        for part in self.parts:
+            for entry in part.entries:
+                if isinstance(entry.value, TensorRef):
+                    self.held.setdefault(entry.fqn, []).append(entry.value)
+
+    def placed(self, part: Part, entry: Entry) -> list[tuple[str, KeyPath, Placed]] | None:
+        """Where the tensor of one file belongs."""
+        tensor = entry.value
+        if not isinstance(tensor, TensorRef):
+            return by_itself(part, entry)
+        if entry.fqn not in self.cuts:
+            self.cuts[entry.fqn] = self._cut(entry.fqn)
+        cut = self.cuts[entry.fqn]
+        if cut is None or part.rank is None:
+            return by_itself(part, entry)
+        offsets = [0] * len(tensor.shape)
+        if cut.dim is not None:
+            offsets[cut.dim] = part.rank * tensor.shape[cut.dim]
+        box = Box(tuple(offsets), tensor.shape)
+        pieces = (Piece(box, Box.whole(tensor.shape), tensor),) if box.volume else ()
+        return [(entry.fqn, entry.path, Placed(tensor.dtype, cut.shape, pieces, "layout", None, part.rank))]
+
+    def _cut(self, fqn: str) -> Cut | None:
+        """How the parts of one weight join; None where no size decides.
+
+        Raises:
+            LayoutError: sizes that are known fit no way.
+        """
+        dims, parts = dims_of(fqn), self.held[fqn]
+        n_files = len(self.parts)
+        if n_files == 1 or dims is None or len(parts) != n_files:
+            return None
+        shapes = {part.shape for part in parts}
+        if len(shapes) > 1:
+            return None
+        (shape,) = shapes
+        ways = cuts_of(dims, shape, n_files, self.sizes)
+        if not ways:
+            said = {name: self.sizes.known[name] for name in dims if name in self.sizes.known}
+            raise LayoutError(
+                f"{n_files} parts {list(shape)} of {' x '.join(dims)} fit no whole: {self.sizes.evidence}; here {said}",
+                where=fqn,
+                hint="params.json belongs to another model, or these files do",
+            )
+        if len(ways) > 1:
+            self.by_bytes.append(fqn)
+            is_same = self._are_equal(fqn)
+            ways = [way for way in ways if (way.dim is None) == is_same]
+        if ways[0].dim is None:
+            self.replicas.append(fqn)
+        return ways[0]
+
+    def _are_equal(self, fqn: str) -> bool:
+        """Whether the recorded checksums of all parts are the same."""
+        sums = set()
+        for part, tensor in zip(self.parts, self.held[fqn], strict=True):
+            place = part.storages.get(tensor.storage.key)
+            sums.add(None if place is None else place.crc32)
+        return len(sums) == 1 and None not in sums
+
+    def assumed(self, replicated: Sequence[str]) -> list[str]:
+        """Of the tensors that are the same in all files, those that no size proves to be."""
+        return [fqn for fqn in replicated if self.cuts.get(fqn) is None]
+
+    def notes(self) -> list[str]:
+        """What was decided, and by what."""
+        if len(self.parts) == 1:
+            return []
+        dims = Counter("whole in each" if c.dim is None else f"cut along {c.dim}" for c in self.cuts.values() if c)
+        listed = ", ".join(f"{count:,} {what}" for what, count in dims.most_common())
+        notes = [f"parts of {len(self.parts)} files joined by sizes ({listed}); {self.sizes.evidence}"]
+        if self.by_bytes:
+            notes.append(
+                f"{', '.join(self.by_bytes[:_SHOWN])}: no size tells how many rows there are; parts with different "
+                "checksums are rows one behind another"
+            )
+        unknown = [fqn for fqn, cut in self.cuts.items() if cut is None]
+        if unknown:
+            shown = ", ".join(unknown[:_SHOWN])
+            notes.append(f"{len(unknown):,} tensors have names without a rule ({shown}): taken for replicas")
+        return notes
