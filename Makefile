@@ -3,6 +3,7 @@
 #   make demo    a tour of the tool on a bundled checkpoint
 #   make test    what CI runs: lint, types, tests
 #   make check   lint and types only
+#   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make bench   the measurements
 #   make clean   remove what the others made
 
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench test-deepspeed clean
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -35,9 +36,20 @@ check: $(INSTALLED)
 test: check
 	$(BIN)/pytest
 
+# DeepSpeed goes into an environment of its own; CKPT_PEER_DEEPSPEED names another python that has it.
+DEEPSPEED := $(VENV)-deepspeed/bin/python
+
+$(DEEPSPEED):
+	$(PYTHON) -m venv $(VENV)-deepspeed
+	$(DEEPSPEED) -m pip install --quiet $(TORCH) setuptools wheel
+	DS_BUILD_OPS=0 $(DEEPSPEED) -m pip install --quiet deepspeed==0.19.8 accelerate safetensors
+
+test-deepspeed: $(INSTALLED) $(if $(CKPT_PEER_DEEPSPEED),,$(DEEPSPEED))
+	CKPT_PEER_DEEPSPEED=$(or $(CKPT_PEER_DEEPSPEED),$(CURDIR)/$(DEEPSPEED)) $(BIN)/pytest -m peer tests/consumers/test_deepspeed.py
+
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench
 
 clean:
-	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV)
+	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV) $(VENV)-deepspeed
 	find ckpt_tool tests -name __pycache__ -type d -prune -exec rm -rf {} +

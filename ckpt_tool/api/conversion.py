@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -260,14 +260,17 @@ def _blob_bytes(checkpoint: Checkpoint, blobs: Sequence[Blob]) -> Mapping[str, b
     return {blob.fqn: content for blob, content in zip(own, data, strict=True)}
 
 
-def cast_model(tensors: TensorTable, dtype: DType | None) -> TensorTable:
-    """``tensors`` with the floating ones of the model section in another dtype; optimizer state keeps its own."""
+def cast_model(tensors: TensorTable, dtype: DType | None, *, buffers: Collection[str] = ()) -> TensorTable:
+    """``tensors`` with the floating ones of the model section in another dtype.
+
+    Optimizer state keeps its own, and so do ``buffers``, by name in the module: a training program casts parameters.
+    """
     if dtype is None:
         return tensors
-    model = SECTIONS.index("model")
+    model, kept = SECTIONS.index("model"), frozenset(buffers)
     dtypes = tuple(
-        dtype if kind.kind == "float" and section == model else kind
-        for kind, section in zip(tensors.dtypes, tensors.section.tolist(), strict=True)
+        dtype if kind.kind == "float" and section == model and not {fqn, fqn.partition(".")[2]} & kept else kind
+        for fqn, kind, section in zip(tensors.fqns, tensors.dtypes, tensors.section.tolist(), strict=True)
     )
     return replace(tensors, dtypes=dtypes)
 

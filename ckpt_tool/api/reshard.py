@@ -23,10 +23,11 @@ from ckpt_tool.api.conversion import (
 from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.selection import select_tensors
+from ckpt_tool.api.values import as_values
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.base import BoxTable, PlacingWriter, Writer, WriterOptions
+from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, Writer, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
@@ -67,6 +68,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
     config: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    zero_stage: int | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
     overwrite: bool = False,
@@ -103,6 +105,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.
         config: a model's ``config.json``, for a target of Megatron and a source that has none beside it.
         arguments: arguments of the Megatron run that is to load the target, over those of the source.
+        zero_stage: ``deepspeed``: what data-parallel ranks share out, 1 to 3; None as in the source.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
         overwrite: replace what is at the target.
@@ -128,7 +131,17 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
     manifest, blobs = selection.manifest, checkpoint.load_blobs()
     dropped, notes = selection.dropped, [*selection.notes]
-    if isinstance(writer, PlacingWriter):
+    options = WriterOptions(
+        vpp=vpp,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+        zero_stage=zero_stage,
+        model_dtype=None if dtype is None else dtype_named(dtype),
+    )
+    if isinstance(writer, ArrangingWriter):
+        manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
+        manifest = writer.arranged(manifest, blobs, _sizes(target_mesh), options)
+    elif isinstance(writer, PlacingWriter):
         from ckpt_tool.api.megatron_source import MegatronOptions, as_megatron
 
         said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
@@ -140,9 +153,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         carried, restyled = _restyled(carried, optim_style)
         notes += restyled
     manifest = carried.manifest
-    tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
+    tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
     if isinstance(writer, PlacingWriter):
-        boxes = writer.place(tensors, _sizes(target_mesh), manifest.info)
+        boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info)
     elif target_mesh.world_size == 1:
         boxes = whole_boxes(tensors)
     else:
@@ -172,7 +185,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
         dropped=(*dropped, *carried.dropped),
         notes=notes,
-        options=WriterOptions(vpp=vpp, first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers),
+        options=options,
         execution=Execution(
             memory_budget_bytes,
             n_workers or default_workers(),

@@ -51,6 +51,7 @@ __all__ = [
     "UnequalAs",
     "Vpp",
     "Workers",
+    "ZeroStage",
 ]
 
 
@@ -173,8 +174,19 @@ ToFormat = Annotated[
     typer.Option(
         "--to",
         metavar="FORMAT",
-        help="dcp, megatron-dist, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, safetensors, "
-        "torch-save.",
+        help="dcp, deepspeed, megatron-dist, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, "
+        "safetensors, torch-save.",
+    ),
+]
+ZeroStage = Annotated[
+    int | None,
+    typer.Option(
+        "--zero-stage",
+        min=1,
+        max=3,
+        metavar="N",
+        help="deepspeed: what data-parallel ranks share out, 1 to 3; by default as in SRC.",
+        show_default=False,
     ),
 ]
 DataMode = Annotated[

@@ -31,6 +31,7 @@ from ckpt_tool.cli.options import (
     UnequalAs,
     Vpp,
     Workers,
+    ZeroStage,
 )
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
@@ -50,6 +51,7 @@ def plan(
     last_stage_layers: LastStageLayers = None,
     mesh: MeshText = None,
     to: ToFormat = "dcp",
+    zero_stage: ZeroStage = None,
     dp_mode: DataMode = DpMode.shard,
     rules: RulesFile = None,
     default: UncoveredAs = None,
@@ -87,6 +89,7 @@ def plan(
         first_stage_layers=first_stage_layers,
         last_stage_layers=last_stage_layers,
         to=to,
+        zero_stage=zero_stage,
         rules=rules,
         default=None if default is None else default.value,
         dp_mode=dp_mode.value,

@@ -13,12 +13,14 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.dtypes import DType
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
 from ckpt_tool.storage.store import Listing, Store
 
 __all__ = [
+    "ArrangingWriter",
     "BoxTable",
     "Checksum",
     "LaterSegments",
@@ -138,6 +140,10 @@ class WriterOptions:
     """Likewise: layers of the first stage, None for an even spread."""
     last_stage_layers: int | None = None
     """Likewise: of the last stage."""
+    zero_stage: int | None = None
+    """DeepSpeed: how much ranks share out, 1 to 3; None as in the source."""
+    model_dtype: DType | None = None
+    """Formats that record it: the dtype that the model's weights shall have; None as in the source."""
 
 
 @dataclass(frozen=True)
@@ -256,12 +262,35 @@ class PlacingWriter(Writer, Protocol):
         """
         ...
 
-    def place(self, tensors: TensorTable, mesh: Mapping[str, int], info: Mapping[str, Any]) -> BoxTable:
+    def place(
+        self, tensors: TensorTable, blobs: Sequence[Blob], mesh: Mapping[str, int], info: Mapping[str, Any]
+    ) -> BoxTable:
         """Boxes that cover each tensor once, by the rank whose file holds them.
 
         Args:
             tensors: what is left of the source's.
+            blobs: what is left of its objects.
             mesh: see above.
             info: what the source says beyond tensors.
+        """
+        ...
+
+
+@runtime_checkable
+class ArrangingWriter(PlacingWriter, Protocol):
+    """A writer whose program arranges the same state in another way than the source; it is asked for that first."""
+
+    def values(self, source: Manifest, blobs: Sequence[Blob]) -> Sequence[str]:
+        """Tensors of one element that the target has inside of its objects: they come as objects that are arrays."""
+        ...
+
+    def arranged(
+        self, source: Manifest, blobs: Sequence[Blob], mesh: Mapping[str, int], options: WriterOptions
+    ) -> Manifest:
+        """``source`` as the target has it: the same bytes under other or further names, and what it says of itself.
+
+        Raises:
+            LayoutError: a fact is missing without which the program could not load it.
+            Unsupported: something that the program has no place for.
         """
         ...

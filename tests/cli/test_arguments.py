@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 RESHARD = {
     "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "vpp": 1, "first_stage_layers": None,
-    "last_stage_layers": None, "to": "dcp", "rules": None, "default": None, "dp_mode": "shard",
+    "last_stage_layers": None, "to": "dcp", "zero_stage": None, "rules": None, "default": None, "dp_mode": "shard",
     "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "unequal": None,
     "optim_style": None,
     "memory_budget_bytes": GIB, "n_workers": None,
@@ -50,6 +50,7 @@ class Recorder:
         ("A B --to rank-files --dp-mode replicate", ("A", "B"), {"to": "rank-files", "dp_mode": "replicate"}),
         ("A B --rules r.toml --default shard0", ("A", "B"), {"rules": "r.toml", "default": "shard0"}),
         ("A B --replicas all --rank-state drop", ("A", "B"), {"replicas": "all", "rank_state": "drop"}),
+        ("A B --to deepspeed --zero-stage 3", ("A", "B"), {"to": "deepspeed", "zero_stage": 3}),
         ("A B --optim-style fqn-flat", ("A", "B"), {"optim_style": "fqn-flat"}),
         ("A B --unequal first", ("A", "B"), {"unequal": ["first"]}),
         ("A B --dtype bf16 --include a.* --exclude b --tensor c", ("A", "B"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.dump import dump_pickle
@@ -23,7 +24,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import TensorTable
 
-__all__ = ["WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
+__all__ = ["Storage", "WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
 _ATOMS = (bool, int, float, str, bytes, DType, Size, Device)
 _SHOWN = 3
@@ -100,27 +101,77 @@ def _is_plain(root: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Storage:
+    """What fills one storage of a file: rows of the request, with zeros between and behind them, or known bytes."""
+
+    nbytes: int
+    rows: tuple[int, ...] = ()
+    """Of the request, by place."""
+    starts: tuple[int, ...] = ()
+    """Byte of the storage at which each row begins."""
+    lengths: tuple[int, ...] = ()
+    """Bytes of each row."""
+    data: bytes | None = None
+    """All bytes, where these are known."""
+
+    @classmethod
+    def of_row(cls, row: int, nbytes: int) -> Storage:
+        """A storage that one row fills; an empty one has the row -1."""
+        return cls(nbytes, (row,), (0,), (nbytes,)) if row >= 0 else cls(nbytes)
+
+    def crc32(self, crc32s: Sequence[int]) -> int:
+        """The CRC-32 of its bytes, given that of each row of the request."""
+        found = at = 0
+        for row, start, length in zip(self.rows, self.starts, self.lengths, strict=True):
+            found = crc32_combine(_then_zeros(found, start - at), int(crc32s[row]), length)
+            at = start + length
+        return _then_zeros(found, self.nbytes - at)
+
+
+def _then_zeros(crc: int, count: int) -> int:
+    """The CRC-32 of bytes with ``count`` zeros behind them."""
+    return crc32_combine(crc, crc32(bytes(count)), count) if count else crc
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenFile:
     """One file's layout."""
 
     path: str
     zip: ZipLayout
-    rows: tuple[int, ...]
-    """Row of the request whose payload fills each storage; -1 for an empty storage."""
+    storages: tuple[Storage, ...]
 
     @classmethod
     def of(cls, path: str, value: Any, nbytes: Sequence[int], rows: Sequence[int]) -> WrittenFile:
-        """The layout of ``value``, whose tensors (`fresh_tensor`) lie in storages of ``nbytes`` bytes.
+        """The layout of ``value``, whose tensors (`fresh_tensor`) have storages of ``nbytes`` bytes.
+
+        ``rows`` are those of the request that fill each storage, -1 for an empty one.
 
         Raises:
             Unsupported: an object in ``value`` cannot be pickled.
         """
-        return cls(path, ZipLayout(torch_members(dump_pickle(value), nbytes)), tuple(rows))
+        return cls.packed(path, value, [Storage.of_row(row, size) for row, size in zip(rows, nbytes, strict=True)])
+
+    @classmethod
+    def packed(cls, path: str, value: Any, storages: Sequence[Storage]) -> WrittenFile:
+        """The layout of ``value``, whose tensors lie in ``storages``.
+
+        Raises:
+            Unsupported: an object in ``value`` cannot be pickled.
+        """
+        known = {key: storage.data for key, storage in enumerate(storages) if storage.data is not None}
+        members = torch_members(dump_pickle(value), [storage.nbytes for storage in storages], known=known)
+        return cls(path, ZipLayout(members), tuple(storages))
 
     @property
     def payload_offsets(self) -> list[int]:
         """Where the payload of each storage starts."""
-        return list(self.zip.payload_offsets[_N_SMALL_MEMBERS : _N_SMALL_MEMBERS + len(self.rows)])
+        return list(self.zip.payload_offsets[_N_SMALL_MEMBERS : _N_SMALL_MEMBERS + len(self.storages)])
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Each row of the request that is in the file, and the byte at which it begins."""
+        for storage, offset in zip(self.storages, self.payload_offsets, strict=True):
+            yield from ((row, offset + start) for row, start in zip(storage.rows, storage.starts, strict=True))
 
     def heads(self) -> Iterator[Segment]:
         """Bytes that do not depend on payload."""
@@ -128,9 +179,11 @@ class WrittenFile:
 
     def tail(self, crc32s: Sequence[int]) -> Iterator[Segment]:
         """Descriptors and directory, given the CRC-32 of each row of the request."""
-        own = [int(crc32s[row]) if row >= 0 else 0 for row in self.rows]
-        return (Segment(self.path, offset, data) for offset, data in self.zip.tail(own))
+        return self._tail([storage.crc32(crc32s) for storage in self.storages if storage.data is None])
 
     def tail_without_checksums(self) -> Iterator[Segment]:
         """The same with 0, which stands for "not recorded"; for targets that cannot go back."""
-        return (Segment(self.path, offset, data) for offset, data in self.zip.tail([0] * len(self.rows)))
+        return self._tail([0 for storage in self.storages if storage.data is None])
+
+    def _tail(self, own: Sequence[int]) -> Iterator[Segment]:
+        return (Segment(self.path, offset, data) for offset, data in self.zip.tail(own))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -136,11 +136,17 @@ class ZipLayout:
 
 
 def torch_members(
-    pickle: bytes, storage_nbytes: Sequence[int], *, root: str = "archive", alignment: int = 64
+    pickle: bytes,
+    storage_nbytes: Sequence[int],
+    *,
+    root: str = "archive",
+    alignment: int = 64,
+    known: Mapping[int, bytes] | None = None,
 ) -> list[Member]:
     """The members of a torch.save file in torch's order: ``pickle`` as ``data.pkl``, storages ``data/0``, ``data/1``...
 
-    The last one is an identifier of 40 digits, here derived from the names and lengths.
+    The last one is an identifier of 40 digits, here derived from the names and lengths. ``known`` has the bytes of
+    storages that are known already, by their number.
     """
     small = (
         ("data.pkl", pickle),
@@ -149,7 +155,8 @@ def torch_members(
         ("byteorder", b"little"),
     )
     members = [Member(f"{root}/{name}", len(payload), payload) for name, payload in small]
-    members += [Member(f"{root}/data/{key}", nbytes) for key, nbytes in enumerate(storage_nbytes)]
+    payloads = known or {}
+    members += [Member(f"{root}/data/{key}", nbytes, payloads.get(key)) for key, nbytes in enumerate(storage_nbytes)]
     members.append(Member(f"{root}/version", 2, b"3\n"))
     digest = hashlib.blake2b(pickle + repr((root, tuple(storage_nbytes))).encode(), digest_size=16).digest()
     digits = b"%020d%020d" % struct.unpack("<QQ", digest)

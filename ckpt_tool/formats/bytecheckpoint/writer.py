@@ -90,7 +90,7 @@ class ByteCheckpointWriter:
             listed = crc32s.tolist()
             return (segment for file in extra for segment in file.tail(listed))
 
-        has_payload = any(row >= 0 for file in extra for row in file.rows)
+        has_payload = any(storage.rows for file in extra for storage in file.storages)
         return LayOut(manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if extra else None)
 
 
@@ -231,9 +231,8 @@ def _extra_files(plan: _Plan) -> list[WrittenFile]:
         root = nest(values, int_keyed=request.info.get("int_keyed_dicts", ())) if values else {}
         path = f"{plan.prefix}extra_state/extra_state_rank_{rank}.pt"
         file = WrittenFile.of(path, root, nbytes, rows)
-        for row, start in zip(rows, file.payload_offsets, strict=True):
-            if row >= 0:
-                plan.file[row], plan.offset[row] = len(plan.entries), start
+        for row, start in file.places():
+            plan.file[row], plan.offset[row] = len(plan.entries), start
         plan.entries.append(FileEntry(path, file.zip.nbytes))
         files.append(file)
     return files

@@ -2,7 +2,7 @@
 
 - a weight or buffer ``w`` is ``module.w``, path ``("module", "w")``;
 - its master is ``optimizer.state.w.fp32``, its states ``optimizer.state.w.exp_avg`` and so on, as they are called;
-- groups are ``optimizer.param_groups.0.lr``, with ``params`` as names in flat order;
+- groups are ``optimizer.param_groups.0.lr``, with ``params`` as names in the order in which the program gave them;
 - what the program added (``client_state``) and counters keep their keys at the top.
 
 At stage 3 no low-precision weights are stored: ``module.w`` is then the master under a second name.
@@ -24,6 +24,7 @@ from ckpt_tool.formats._torch_file.entries import Entries, Entry, entries_of
 from ckpt_tool.formats._torch_file.placed import Piece, Placed, whole
 from ckpt_tool.formats.deepspeed.modules import Weights
 from ckpt_tool.formats.deepspeed.opened import Checkpoint
+from ckpt_tool.formats.deepspeed.partition import round_robin_order
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.states import StateChunks, scalar_names, scalar_of
 from ckpt_tool.formats.deepspeed.vectors import MASTER, FlatSet, flat_sets, fragment_sets, group_names
@@ -258,10 +259,27 @@ def _parameter_groups(
         names: dict[str, None] = {}
         for mp in sorted({model.mp for model in found.models}):
             for number in listed if isinstance(listed, (list, tuple)) else ():
-                for name in group_names(found, mp, number) if type(number) is int else ():
+                for name in _in_given_order(found, mp, number) if type(number) is int else ():
                     names.update(dict.fromkeys(target.name for target in placement.targets(mp, name)))
         result.append({**group, "params": list(names)})
     return result
+
+
+def _in_given_order(found: Checkpoint, mp: int, number: int) -> list[str]:
+    """Names in a group in the order in which the program gave them to its optimizer, also where they were shuffled."""
+    names = group_names(found, mp, number)
+    zero = found.ds_config.get("zero_optimization")
+    optims = [state for state in found.optims if state.mp == mp]
+    is_shuffled = isinstance(zero, Mapping) and zero.get("round_robin_gradients") and optims
+    if not is_shuffled or optims[0].is_per_parameter or len(optims[0].partition_count) <= number:
+        return names
+    world_size = optims[0].partition_count[number]
+    n_local = len(names) * world_size // found.dp_world_size  # of experts each expert-parallel rank shuffles its own
+    given = list(names)
+    for place, index in enumerate(round_robin_order(n_local, world_size)):
+        for first in range(0, len(names), n_local):
+            given[first + index] = names[first + place]
+    return given
 
 
 def _add_scalars(built: Built, flat: FlatSet, placement: Placement) -> None:

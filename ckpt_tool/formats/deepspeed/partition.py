@@ -21,7 +21,15 @@ import numpy as np
 from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.columns import Int64Array
 
-__all__ = ["Slices", "contiguous_slices", "cut_at", "flat_starts", "partition_length", "per_parameter_slices"]
+__all__ = [
+    "Slices",
+    "contiguous_slices",
+    "cut_at",
+    "flat_starts",
+    "partition_length",
+    "per_parameter_slices",
+    "round_robin_order",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,15 @@ def per_parameter_slices(numel: Int64Array, world_size: int, rank: int) -> Slice
     high = np.minimum(low + per_rank, numel)
     rows = np.flatnonzero(low < high)
     return Slices(rows.astype(np.int64), low[rows], high[rows], position[rows].astype(np.int64))
+
+
+def round_robin_order(count: int, world_size: int) -> list[int]:
+    """Which parameter of a group comes at each place of the flat vector under ``round_robin_gradients``.
+
+    >>> round_robin_order(5, 2)
+    [0, 2, 4, 1, 3]
+    """
+    return [index for rank in range(world_size) for index in range(rank, count, world_size)]
 
 
 def cut_at(slices: Slices, lengths: Sequence[int]) -> tuple[Slices, Int64Array]:

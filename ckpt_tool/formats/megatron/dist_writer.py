@@ -99,8 +99,11 @@ class MegatronDistWriter:
                     why[fqn] = "a random state of another expert-parallel rank than the first; Megatron keeps one"
         return why
 
-    def place(self, tensors: TensorTable, mesh: Mapping[str, int], info: Mapping[str, Any]) -> BoxTable:
+    def place(
+        self, tensors: TensorTable, blobs: Sequence[Blob], mesh: Mapping[str, int], info: Mapping[str, Any]
+    ) -> BoxTable:
         """Boxes by layer and expert, and by tensor-parallel rank where a rule knows the weight."""
+        del blobs
         return target_boxes(tensors, TargetGrid.of(mesh), info.get("args", {}))
 
     def lay_out(self, request: WriteRequest) -> LayOut:

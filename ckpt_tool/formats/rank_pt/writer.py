@@ -59,9 +59,8 @@ class TorchRanksWriter:
             path = f"{stem}_world_size_{request.world_size}_rank_{rank}.pt"
             file = _file(request, path, rank, rows)
             files.append(file)
-            for row, start in zip(file.rows, file.payload_offsets, strict=True):
-                if row >= 0:
-                    offset[row] = start
+            for row, start in file.places():
+                offset[row] = start
         volume = np.prod(request.boxes.sizes, axis=1, dtype=np.int64)
         chunks = ChunkTable.from_columns(
             tensor=request.boxes.tensor,

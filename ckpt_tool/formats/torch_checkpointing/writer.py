@@ -84,7 +84,7 @@ class TorchCheckpointingWriter:
             listed = crc32s.tolist()
             return (segment for file in torch_files for segment in file.tail(listed))
 
-        has_payload = any(row >= 0 for file in torch_files for row in file.rows)
+        has_payload = any(storage.rows for file in torch_files for storage in file.storages)
         return LayOut(
             manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if torch_files else None
         )
@@ -249,9 +249,8 @@ def _value_files(plan: _Plan) -> list[WrittenFile]:
             if values:
                 root = nest(values, int_keyed=_int_keyed(request, item))
                 file = WrittenFile.of(f"{plan.values_item(item)}_{rank}.pt", root, nbytes, rows)
-                for row, start in zip(rows, file.payload_offsets, strict=True):
-                    if row >= 0:
-                        plan.file[row], plan.offset[row] = len(plan.entries), start
+                for row, start in file.places():
+                    plan.file[row], plan.offset[row] = len(plan.entries), start
                 plan.entries.append(FileEntry(file.path, file.zip.nbytes))
                 files.append(file)
     return files

@@ -1,0 +1,229 @@
+"""The writer of DeepSpeed's own checkpoints, ZeRO stages 1 to 3, at any number of data-parallel ranks.
+
+What the loader needs was read off DeepSpeed 0.19.8 (``runtime/engine.py``, ``zero/stage_1_and_2.py``,
+``zero/stage3.py``) and its files. The plain form is written always: BF16_Optimizer and elastic runs load it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.formats._torch_file.written import check_dtypes
+from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
+from ckpt_tool.formats.deepspeed.names import LATEST
+from ckpt_tool.formats.deepspeed.target_files import TargetFiles
+from ckpt_tool.formats.deepspeed.target_parts import TargetParts
+from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
+from ckpt_tool.formats.deepspeed.vectors import MASTER
+from ckpt_tool.manifest.alias import same_bytes, with_aliases
+from ckpt_tool.manifest.model import Blob, FileEntry, Manifest, TensorMeta
+from ckpt_tool.manifest.subset import only_tensors
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+
+__all__ = ["WRITER", "DeepSpeedWriter"]
+
+_TO_UNIVERSAL = "write --to deepspeed-universal, which DeepSpeed loads at any stage and on any grid"
+
+
+class DeepSpeedWriter:
+    """Lays out a folder with ``latest`` and the files of one step, as the ranks of the target would have saved them.
+
+    The order of parameters within a group is that of the source's optimizer, which is that of the program; a run loads
+    it by position. Round robin, alignment and sub-groups follow the source's configuration.
+    """
+
+    name = "deepspeed"
+    per_rank = True
+
+    def values(self, source: Manifest, blobs: Sequence[Blob]) -> Sequence[str]:
+        """Steps: DeepSpeed has one for all parameters of a vector."""
+        state = TargetState.of(source.tensors, blobs, source.info)
+        return [
+            source.tensors.fqns[row]
+            for own in state.parameters.values()
+            for name, row in own.states.items()
+            if source.tensors.numel[row] == 1 and (name == STEP or source.tensors.shape_of(row) != own.shape)
+        ]
+
+    def arranged(
+        self, source: Manifest, blobs: Sequence[Blob], mesh: Mapping[str, int], options: WriterOptions
+    ) -> Manifest:
+        """Weights that are masters get a second name; those that stage 3 does not store and that are masters, none.
+
+        Raises:
+            UsageError: the stage is not known.
+            Unsupported: pipeline stages, tensor-parallel ranks, or experts.
+            LayoutError: at stage 3, whether a weight is a buffer is not known.
+        """
+        _check_grid(source, mesh)
+        stage = options.zero_stage or source.info.get("zero_stage") or 0
+        if stage not in (1, 2, 3):
+            raise UsageError("the ZeRO stage of the target is not known", hint="say --zero-stage 1, 2 or 3")
+        state = TargetState.of(source.tensors, blobs, source.info)
+        tensors = source.tensors
+        shared = source.info.get("shared", {})
+        gone = [
+            state.weights[second]
+            for second, first in shared.items()
+            if {second, first} <= set(state.weights)
+            and same_bytes(source.chunks, state.weights[second], state.weights[first])
+        ]
+        if stage == 3:
+            owners = {name: shared.get(name, name) for name in state.weights}
+            gone += [
+                row
+                for name, row in state.weights.items()
+                if owners[name] in state.parameters
+                and same_bytes(source.chunks, row, state.parameters[owners[name]].states[MASTER])
+            ]
+            gone += state.lent.values()
+        aliases = [
+            (row, TensorMeta(".".join(map(str, path)), tensors.dtypes[row], tensors.shape_of(row), "optimizer", path))
+            for name, row in state.lent.items()
+            for path in [(*state.prefix, "state", state.parameters[name].key, MASTER)]
+        ]
+        found = with_aliases(source, aliases)
+        left = set(gone)
+        found = only_tensors(found, [row for row in range(len(found.tensors)) if row not in left])
+        untrained = [name for name in state.weights if name not in state.parameters and name not in shared]
+        buffers = _buffers(source, state, untrained, stage)
+        frozen = [name for name in untrained if name not in set(buffers)]
+        info = {**source.info, "zero_stage": stage, "buffers": buffers, "frozen": frozen}
+        numbers = {str(own.key): own.name for own in state.parameters.values() if isinstance(own.key, int)}
+        if numbers:  # which weights that are gone later cannot tell
+            info["optimizer_parameters"] = numbers
+        info["model_dtype"] = _model_dtype(source, state, options)
+        return found.replace(info=info)
+
+    def left_out(
+        self,
+        source: Manifest,
+        blobs: Sequence[Blob],
+        mesh: Mapping[str, int],
+        rank_state: Literal["keep", "drop"] | None,
+    ) -> Mapping[str, str]:
+        """Weights of trained parameters at stage 3, which has their masters only."""
+        del mesh, rank_state
+        if source.info["zero_stage"] != 3:
+            return {}
+        state = TargetState.of(source.tensors, blobs, source.info)
+        shared = source.info.get("shared", {})
+        why = "stage 3 stores fp32 masters alone; the weights are rounded from these when they are loaded"
+        return {
+            source.tensors.fqns[row]: why
+            for name, row in state.weights.items()
+            if shared.get(name, name) in state.parameters
+        }
+
+    def place(
+        self, tensors: TensorTable, blobs: Sequence[Blob], mesh: Mapping[str, int], info: Mapping[str, Any]
+    ) -> BoxTable:
+        """Each rank's part of every flat vector; weights on the first rank, at stage 3 buffers on all."""
+        return TargetParts.of(tensors, blobs, info, world_size=mesh.get("dp", 1)).boxes()
+
+    def lay_out(self, request: WriteRequest) -> LayOut:
+        """The folder; ``latest`` is written last.
+
+        Raises:
+            Unsupported: what torch cannot save, or DeepSpeed has no place for.
+            LayoutError: parameters of a vector have different steps.
+        """
+        check_dtypes(request.tensors)
+        parts = TargetParts.of(request.tensors, request.blobs, request.info, world_size=request.world_size)
+        step = request.info.get("step")
+        tag = str(request.info.get("tag") or f"global_step{step if type(step) is int else 0}")
+        if tag.endswith("_universal"):
+            tag = tag.removesuffix("_universal")
+        files = list(TargetFiles(parts, request, f"{tag}/").files())
+        n = len(request.boxes)
+        file, offset = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+        for number, one in enumerate(files):
+            for row, start in one.places():
+                file[row], offset[row] = number, start
+        homeless = np.flatnonzero(offset < 0)
+        if len(homeless):
+            fqn = request.tensors.fqns[int(request.boxes.tensor[homeless[0]])]
+            raise LayoutError(f"{len(homeless):,} boxes are in no file of the target", where=fqn)
+        volume = np.prod(request.boxes.sizes, axis=1, dtype=np.int64)
+        entries = [FileEntry(one.path, one.zip.nbytes) for one in files]
+        manifest = Manifest(
+            self.name,
+            "",
+            request.tensors,
+            ChunkTable.from_columns(
+                tensor=request.boxes.tensor,
+                offsets=request.boxes.offsets,
+                sizes=request.boxes.sizes,
+                file=file,
+                offset=offset,
+                length=volume * request.tensors.bits[request.boxes.tensor] // 8,
+                rank=request.boxes.rank,
+            ),
+            FileTable((*entries, FileEntry(LATEST, len(tag)))),
+            blobs=request.blobs,
+            info=dict(request.info),
+            notes=tuple(parts.notes()),
+        )
+
+        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
+            listed = crc32s.tolist()
+            return (segment for one in files for segment in one.tail(listed))
+
+        segments = [segment for one in files for segment in (*one.heads(), *one.tail_without_checksums())]
+        segments.append(Segment(LATEST, 0, tag.encode()))
+        return LayOut(manifest, tuple(segments), LATEST, needs_crc32=True, seal=seal)
+
+
+def _check_grid(source: Manifest, mesh: Mapping[str, int]) -> None:
+    wide = {axis: size for axis, size in mesh.items() if axis != "dp" and size > 1}
+    if wide:
+        spelled = ", ".join(f"{axis}={size}" for axis, size in wide.items())
+        raise Unsupported(f"deepspeed is written for data-parallel ranks, got {spelled}", hint=_TO_UNIVERSAL)
+    own = source.mesh
+    n_stages = own.sizes[own.axes.index("pp")] if own is not None and "pp" in own.axes else 1
+    if source.info.get("zero_stage") is not None and n_stages > 1:
+        raise Unsupported("a pipeline keeps each layer in a file of its own", hint=_TO_UNIVERSAL)
+    experts = next((fqn for fqn in source.tensors.fqns if "deepspeed_experts." in fqn), None)
+    if experts is not None:
+        raise Unsupported("experts have files and partitions of their own", where=experts, hint=_TO_UNIVERSAL)
+    if source.info.get("unjoined"):
+        raise LayoutError(
+            "tensor-parallel shards of the source are not joined",
+            where=str(source.info["unjoined"][0]),
+            hint="say how in universal_checkpoint_info.json beside the source's files",
+        )
+
+
+def _model_dtype(source: Manifest, state: TargetState, options: WriterOptions) -> str:
+    """Of the weights as the run shall have them: asked for, recorded, that of weights beside masters, or of masters."""
+    if options.model_dtype is not None:
+        return options.model_dtype.name
+    trained = [source.tensors.dtypes[row].name for name, row in state.weights.items() if name in state.parameters]
+    return str(source.info.get("model_dtype") or (trained[0] if trained else "float32"))
+
+
+def _buffers(source: Manifest, state: TargetState, untrained: Sequence[str], stage: int) -> list[str]:
+    """Names among ``untrained`` weights that are no parameters.
+
+    Only DeepSpeed records them. Of other sources all are taken for buffers, which keeps each whole and loads either
+    way; but at stage 3 a frozen parameter would have to be cut.
+    """
+    if source.info.get("zero_stage") is not None:
+        return [name for name in untrained if name in set(source.info.get("buffers", ()))]
+    unsure = [name for name in untrained if source.tensors.dtypes[state.weights[name]].kind in ("float", "complex")]
+    if stage == 3 and unsure:
+        raise LayoutError(
+            f"{len(unsure):,} weights have no optimizer state, and nothing tells whether they are buffers, frozen "
+            "parameters or second names of others: stage 3 cuts the ones and not the others",
+            where=unsure[0],
+            hint="say --zero-stage 1 or 2, which store them all alike",
+        )
+    return list(untrained)
+
+
+WRITER = DeepSpeedWriter()

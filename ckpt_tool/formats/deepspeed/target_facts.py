@@ -1,0 +1,74 @@
+"""What a target's model states say besides the module: counters, the program's own values, names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.formats._pickle.nodes import OrderedMap, Size
+from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats.deepspeed.target_state import TargetState
+from ckpt_tool.manifest.model import KeyPath
+
+__all__ = ["UNIVERSAL_INFO", "UNIVERSAL_VERSION", "WRITTEN_VERSION", "config_of", "model_facts", "sizes"]
+
+UNIVERSAL_INFO = "universal_checkpoint_info"
+UNIVERSAL_VERSION = 0.4
+WRITTEN_VERSION = "0.19.8"
+"""The release of DeepSpeed whose files are written, and which is named where the source names none."""
+
+
+def model_facts(
+    state: TargetState,
+    info: Mapping[str, Any],
+    tensors: Sequence[tuple[KeyPath, Any]],
+    *,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    dp_world_size: int,
+) -> dict[str, Any]:
+    """A model state without ``module``.
+
+    Args:
+        state: what is written.
+        info: what the source says beyond tensors.
+        tensors: tensors that are neither weights nor states, described for the pickle, by their keys.
+        shapes: of trained parameters in flat order, by flat vector.
+        dp_world_size: number of data-parallel ranks.
+    """
+    entries = [*state.model, *tensors]
+    values = nest(entries, int_keyed=info.get("int_keyed_dicts", ())) if entries else {}
+    shared = info.get("shared", {})
+    step = info.get("step")
+    return {
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "global_steps": step if type(step) is int else 0,
+        "skipped_steps": 0,
+        "ds_config": {},
+        "ds_version": info.get("deepspeed_version", WRITTEN_VERSION),
+        **(values if isinstance(values, dict) else {}),
+        "buffer_names": list(info.get("buffers", ())),
+        "optimizer": None,
+        "param_shapes": [sizes(own) for own in shapes],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": dict(shared) if isinstance(shared, Mapping) else {},
+        "dp_world_size": dp_world_size,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+    }
+
+
+def sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedMap:
+    """``torch.Size`` by name."""
+    found = OrderedMap()
+    found.update({name: Size(shape) for name, shape in shapes.items()})
+    return found
+
+
+def config_of(entries: Sequence[tuple[KeyPath, Any]]) -> dict[str, Any]:
+    """The configuration of the source's run, among its objects; empty when it has none."""
+    own = [(path[1:], value) for path, value in entries if path[:1] == ("ds_config",) and len(path) > 1]
+    found = nest(own) if own else {}
+    return found if isinstance(found, dict) else {}

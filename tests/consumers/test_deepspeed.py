@@ -1,0 +1,124 @@
+"""Real DeepSpeed resumes from what was written for it, at other stages and on other ranks, and its tools take it.
+
+``CKPT_PEER_DEEPSPEED`` names the python of an environment with DeepSpeed (0.19.8 when this was written) and torch; run
+with ``-m peer``, or ``make test-deepspeed``. Checkpoints and truth are those of ``fixtures/deepspeed``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.reshard import reshard
+from tests.formats.conformance import FIXTURES
+
+pytestmark = pytest.mark.peer
+
+DEEPSPEED = FIXTURES / "deepspeed"
+FP32 = {"bf16": {"enabled": False}}
+# Fixture (three data-parallel ranks), stage and ranks of the target, and the configuration of the run that loads it.
+CASES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("ds_z2_bf16", 1, 2, {}),
+    ("ds_z2_bf16", 2, 4, {}),
+    ("ds_z2_bf16", 3, 2, {}),
+    ("ds_z2_rr", 2, 2, {"zero_optimization": {"round_robin_gradients": True}}),
+    ("ds_z2_align", 2, 2, {"zero_optimization": {"parameter_alignment": True}}),
+    ("ds_z1_bf16opt", 1, 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
+    ("ds_z2_elastic", 2, 2, {"zero_optimization": {"elastic_checkpoint": True}}),
+    ("ds_z3_sub", 3, 2, {"zero_optimization": {"sub_group_size": 400, "stage3_param_persistence_threshold": 20}}),
+    ("ds_z3_bf16", 2, 2, {}),
+    ("ds_z1_fp32", 3, 2, FP32),
+    ("ds_z0_fp32", 2, 2, FP32),
+]  # fmt: skip
+TOOLS = """
+import json, os, subprocess, sys, torch
+import deepspeed
+from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import save_file
+for folder, out in json.loads(sys.argv[1]):
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    save_file({name: tensor.contiguous().clone() for name, tensor in found.items()}, out + ".safetensors")
+    tag = open(os.path.join(folder, "latest")).read()
+    arguments = ["--input_folder", os.path.join(folder, tag), "--output_folder", out, "--num_extract_workers", "1"]
+    sys.argv = ["ds_to_universal", *arguments, "--num_merge_workers", "1"]
+    main(parse_arguments())
+"""
+
+
+def name_of(case: tuple[str, int, int, dict[str, Any]]) -> str:
+    """Of a folder."""
+    return "-".join(map(str, case[:3]))
+
+
+def environment() -> dict[str, str]:
+    """Without this package, on CPU."""
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return {**own, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Every case's checkpoint."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    for case in CASES:
+        name, stage, dp, _ = case
+        reshard(DEEPSPEED / name / "ckpt", root / name_of(case), to="deepspeed", zero_stage=stage, dp=dp, durable=False)
+    return {name_of(case): root / name_of(case) for case in CASES}
+
+
+def test_training_goes_on(targets: Mapping[str, Path], tmp_path: Path) -> None:
+    """Masters, moments, weights, buffers, steps, hyperparameters and values are the source's; then one more step."""
+    rows = [
+        {
+            "folder": str(targets[name_of(case)]),
+            "stage": case[1],
+            "world": case[2],
+            "truth": str(DEEPSPEED / case[0] / "truth.safetensors"),
+            "config": case[3],
+        }
+        for case in CASES
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps(rows), "utf-8")
+    script = DEEPSPEED / "make/ds_accept_native.py"
+    command = [os.environ["CKPT_PEER_DEEPSPEED"], str(script), str(tmp_path / "cases.json")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"stage"')]
+    assert len(said) == len(CASES)
+    for case, found in zip(CASES, said, strict=True):
+        assert (found["stage"], found["world"], found["wrong"]) == (case[1], case[2], []), case
+        assert found["equal"] == 3 * 14 + 15 + 2  # states of trained parameters, all parameters, buffers
+        assert (found["steps"], found["later"], found["global_steps"]) == ([3.0], [4.0], 3)
+        assert found["groups"] == [[0.0025, 0.1], [0.005, 0.0]]
+        assert found["last_epoch"] == 4
+        assert {"my_iteration", "note"} <= set(found["client"])
+
+
+def test_its_tools_take_it(targets: Mapping[str, Path], tmp_path: Path) -> None:
+    """``zero_to_fp32`` gives the truth, and ``ds_to_universal`` each master and moment, round robin included."""
+    chosen = [case for case in CASES if case[0] != "ds_z0_fp32"]
+    rows = [(str(targets[name_of(case)]), str(tmp_path / name_of(case))) for case in chosen]
+    command = [os.environ["CKPT_PEER_DEEPSPEED"], "-c", TOOLS, json.dumps(rows)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    for case in chosen:
+        truth = load_file(DEEPSPEED / case[0] / "truth.safetensors")
+        found = load_file(tmp_path / f"{name_of(case)}.safetensors")
+        expected = {name.removeprefix("fp32/"): value for name, value in truth.items() if name.startswith("fp32/")}
+        assert set(expected) < set(found)
+        assert all(np.array_equal(found[name], value) for name, value in expected.items()), case
+        with open_checkpoint(tmp_path / name_of(case)) as universal:
+            for name in expected:
+                for state in ("fp32", "exp_avg", "exp_avg_sq"):
+                    own = universal[f"optimizer.state.{name}.{state}"].numpy()
+                    assert np.array_equal(own, truth[f"{state}/{name}"]), (case, name, state)

@@ -1,0 +1,199 @@
+"""The writer of DeepSpeed's own checkpoints: at the source's layout the original's files, at others its state."""
+
+from __future__ import annotations
+
+import sys
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.reshard import reshard
+from ckpt_tool.errors import CkptError, LayoutError, Unsupported, UsageError
+from tests.formats.conformance import FIXTURES
+
+DEEPSPEED = FIXTURES / "deepspeed"
+FRAGMENT = ("deepspeed.utils.tensor_fragment", "fragment_address")
+CLASSES = (FRAGMENT, ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"))
+
+
+def content(url: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor."""
+    with open_checkpoint(url) as checkpoint:
+        return {fqn: (view.dtype.name, view.shape, view.numpy().tobytes()) for fqn, view in checkpoint.items()}
+
+
+def written(name: str, folder: Path, **options: Any) -> Path:
+    """A fixture, resharded."""
+    reshard(DEEPSPEED / name / "ckpt", folder, to="deepspeed", durable=False, **options)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "dp"),
+    [
+        ("ds_z2_bf16", 2, 2), ("ds_z2_bf16", 1, 7), ("ds_z2_rr", 2, 2), ("ds_z2_align", 2, 4), ("ds_z1_bf16opt", 1, 2),
+        ("ds_z2_elastic", 2, 5), ("ds_z1_fp32", 3, 2), ("ds_z3_sub", 3, 2), ("ds_z3_sub", 1, 4), ("ds_z3_bf16", 3, 64),
+        ("ds_autotp2_z3", 2, 3),
+    ],
+)  # fmt: skip
+def test_state_is_the_source_s(name: str, stage: int, dp: int, tmp_path: Path) -> None:
+    """Weights, buffers, masters, moments, steps, groups and values, at any stage and number of ranks."""
+    target = written(name, tmp_path / "target", zero_stage=stage, dp=dp)
+    assert content(target) == content(DEEPSPEED / name / "ckpt")
+    with open_checkpoint(DEEPSPEED / name / "ckpt") as before, open_checkpoint(target) as after:
+        assert after.manifest.info["zero_stage"] == stage
+        assert after.manifest.mesh is not None
+        assert after.manifest.mesh.sizes == (1, dp, 1)
+        groups = {fqn: value for fqn, value in before.objects().items() if ".param_groups." in fqn}
+        assert {fqn: value for fqn, value in after.objects().items() if ".param_groups." in fqn} == groups
+        assert after.objects()["my_iteration" if "autotp" not in name else "global_steps"] == 3
+
+
+def test_stage_3_has_masters_for_weights(tmp_path: Path) -> None:
+    """Low-precision weights are left out, which is said; frozen parameters and buffers stay."""
+    result = reshard(DEEPSPEED / "ds_z2_bf16/ckpt", tmp_path / "z3", to="deepspeed", zero_stage=3, dp=2, durable=False)
+    before, after = content(DEEPSPEED / "ds_z2_bf16/ckpt"), content(tmp_path / "z3")
+    gone = {dropped.fqn for dropped in result.dropped}
+    assert all("masters alone" in dropped.why for dropped in result.dropped)
+    assert gone == {fqn for fqn in before if fqn.startswith("module.") and after[fqn] != before[fqn]} - {
+        "module.head.weight"  # tied: no tensor of its own in the first place
+    }
+    for fqn in gone:
+        assert after[fqn] == after[f"optimizer.state.{fqn.removeprefix('module.')}.fp32"]
+    assert after["module.pos"] == before["module.pos"]
+
+
+def test_stage_3_weights_are_rounded_on_request(tmp_path: Path) -> None:
+    """At stages 1 and 2 weights are masters too unless a dtype is asked for; it gives what a bf16 run had."""
+    asked = written("ds_z3_bf16", tmp_path / "asked", zero_stage=2, dp=2, dtype="bf16")
+    from safetensors.torch import load_file
+
+    truth = load_file(DEEPSPEED / "ds_z3_bf16/truth.safetensors")
+    found = content(asked)
+    for name in ("emb.weight", "blocks.0.qkv.weight", "pos"):
+        expected = truth[f"param/{name}"].view(torch.uint8).numpy().tobytes()
+        assert found[f"module.{name}"] == ("bfloat16", tuple(truth[f"param/{name}"].shape), expected)
+    plain = content(written("ds_z3_bf16", tmp_path / "plain", zero_stage=2, dp=2))
+    assert plain["module.emb.weight"] == plain["optimizer.state.emb.weight.fp32"]
+
+
+class Inert:
+    """Stands for a class of DeepSpeed."""
+
+
+def plain(value: Any) -> Any:
+    """A loaded object as data that compares."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), raw
+    if isinstance(value, torch.Size | tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return dict(value.__dict__) if isinstance(value, Inert) else value
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of DeepSpeed for torch.load, which imports them."""
+    for module, name in (*CLASSES, ("deepspeed.runtime.zero.config", "ZeroStageEnum")):
+        parts = module.split(".")
+        for end in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+        made = int if name == "ZeroStageEnum" else type(name, (Inert,), {})
+        setattr(sys.modules[module], name, made)
+
+
+@pytest.mark.parametrize("name", ["ds_z2_bf16", "ds_z2_align", "ds_z2_rr", "ds_z1_fp32", "ds_z3_bf16", "ds_z3_sub"])
+def test_at_the_source_s_layout_files_are_the_original_s(name: str, tmp_path: Path, stand_ins: None) -> None:
+    """On as many ranks, every file loads to what DeepSpeed saved there, padding and all."""
+    target = written(name, tmp_path / "target", dp=3)
+    original = DEEPSPEED / name / "ckpt"
+    assert (target / "latest").read_bytes() == (original / "latest").read_bytes()
+    names = {path.name for path in (original / "global_step3").iterdir()}
+    assert {path.name for path in (target / "global_step3").iterdir()} == names
+    for path in sorted((target / "global_step3").iterdir()):
+        found = plain(torch.load(path, weights_only=False))
+        expected = plain(torch.load(original / "global_step3" / path.name, weights_only=False))
+        if "model_states" in path.name:
+            found.pop("universal_checkpoint_info")  # which ds_to_universal asks for
+            if path.name.startswith("zero_pp_rank_") and "zero_pp_rank_0_" not in path.name:
+                expected["shared_params"] = found["shared_params"]  # DeepSpeed's first rank alone has it
+        elif name == "ds_z2_rr":  # DeepSpeed records the addresses of the order before the shuffle: 0.19.8
+            expected["optimizer_state_dict"].pop("param_slice_mappings")
+            mappings = found["optimizer_state_dict"].pop("param_slice_mappings")
+            shapes = torch.load(target / "global_step3/mp_rank_00_model_states.pt", weights_only=False)["param_shapes"]
+            assert [list(own) for own in mappings] == [
+                [n for n in shapes[g] if n in own] for g, own in enumerate(mappings)
+            ]
+        _without_padding(found, expected)
+        assert found == expected, path.name
+
+
+def _without_padding(found: Any, expected: Any) -> None:
+    """The tail of moments behind the last parameter: zeros here, at stage 3 whatever was in memory there."""
+    if "optimizer_state_dict" in found.get("optimizer_state_dict", {}):
+        inner = [one["optimizer_state_dict"]["optimizer_state_dict"]["state"] for one in (found, expected)]
+        masters = [one["optimizer_state_dict"]["fp32_flat_groups"] for one in (found, expected)]
+        for number in inner[0]:
+            vectors = [(inner[0][number], inner[1][number], key) for key in ("exp_avg", "exp_avg_sq")]
+            for mine, other, key in [*vectors, (masters[0], masters[1], number)]:
+                kind, shape, raw = mine[key]
+                cells = list(zip(*(memoryview(one[key][2]).cast("I") for one in (mine, other)), strict=True))
+                raw = b"".join(
+                    (b if a == 0 else a).to_bytes(4, sys.byteorder) for a, b in cells
+                )  # a zero may be padding
+                mine[key] = (kind, shape, raw)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("ds_z2_align", 2), ("ds_z3_sub", 3)])
+def test_zips_are_sound(name: str, stage: int, tmp_path: Path) -> None:
+    """Checksums of storages that several boxes and padding fill are right."""
+    target = written(name, tmp_path / "target", zero_stage=stage, dp=4)
+    files = list(target.rglob("*.pt"))
+    assert len(files) == (5 if stage == 2 else 8)
+    for path in files:
+        with zipfile.ZipFile(path) as opened:
+            assert opened.testzip() is None
+            assert all(member.CRC for member in opened.infolist() if member.file_size > 4)
+
+
+def test_fp32_weights_of_fsdp_become_masters(tmp_path: Path) -> None:
+    """A DCP checkpoint of a run in fp32: its weights are the masters, its order and groups are kept."""
+    source = FIXTURES / "torch/dcp_fsdp2_4r_fp32/ckpt"
+    result = reshard(source, tmp_path / "ds", to="deepspeed", zero_stage=2, dp=3, dtype="bf16", durable=False)
+    assert any("in the order of the source's optimizer" in note for note in result.notes)
+    before, after = content(source), content(tmp_path / "ds")
+    weights = [fqn.removeprefix("optim.state.").removesuffix(".exp_avg") for fqn in before if fqn.endswith(".exp_avg")]
+    assert len(weights) == 32
+    for weight in weights:
+        assert after[f"optimizer.state.{weight}.fp32"] == before[f"model.{weight}"]
+        assert after[f"module.{weight}"][:2] == ("bfloat16", before[f"model.{weight}"][1])
+        for state in ("exp_avg", "exp_avg_sq", "step"):
+            assert after[f"optimizer.state.{weight}.{state}"] == before[f"optim.state.{weight}.{state}"]
+    assert after["module.buf_scalar"] == before["model.buf_scalar"]
+    assert (tmp_path / "ds/global_step0/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "match"),
+    [
+        ("deepspeed/ds_z2_bf16", {"tp": 2}, Unsupported, "data-parallel ranks, got tp=2"),
+        ("deepspeed/ds_pp2_dp2_z1", {"dp": 2}, Unsupported, "a pipeline keeps each layer"),
+        ("deepspeed/ds_moe_ep2_z1", {"dp": 2}, Unsupported, "experts have files"),
+        ("deepspeed/accelerate_fsdp2", {"dp": 2}, UsageError, "stage of the target is not known"),
+        ("torch/dcp_fsdp2_4r_fp32", {"dp": 2, "zero_stage": 3}, LayoutError, "buffers, frozen parameters or second"),
+        ("torch/verl_4r_bf16", {"dp": 2, "zero_stage": 2}, Unsupported, "no fp32 master and no weight in fp32"),
+        ("torch/hf_sharded", {"dp": 2, "zero_stage": 2}, Unsupported, "one optimizer's state, there are 0"),
+    ],
+)
+def test_refusals(name: str, options: dict[str, Any], error: type[CkptError], match: str, tmp_path: Path) -> None:
+    """What DeepSpeed could not load, or nothing tells how, is refused before a byte is written."""
+    with pytest.raises(error, match=match):
+        reshard(FIXTURES / name / "ckpt", tmp_path / "target", to="deepspeed", durable=False, **options)
+    assert not list(tmp_path.iterdir())
