@@ -18,6 +18,7 @@ RESHARD = {
     "optim_style": None,
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
+MEGATRON: dict[str, Any] = {"config": None, "arguments": {}}
 RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
@@ -66,7 +67,7 @@ def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monk
     recorder = Recorder()
     monkeypatch.setattr("ckpt_tool.api.reshard.prepare_reshard", recorder)
     assert main(["reshard", *argv.split()]) == 2
-    assert (recorder.args, recorder.options) == (args, {**RESHARD, **RUN, **options})
+    assert (recorder.args, recorder.options) == (args, {**RESHARD, **MEGATRON, **RUN, **options})
 
 
 def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The writer of DeepSpeed's own checkpoints, ZeRO stages 1 to 3, at any number of data-parallel ranks.
 
 What the loader needs was read off DeepSpeed 0.19.8 (``runtime/engine.py``, ``zero/stage_1_and_2.py``,
-``zero/stage3.py``) and its files. The plain form is written always: BF16_Optimizer and elastic runs load it too.
+``zero/stage3.py``) and its files. The plain form is written, which BF16_Optimizer and elastic runs load
+too. Only what has no hyperparameters, which elastic runs do not save, stays elastic, with the step that they need.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from ckpt_tool.formats.deepspeed.target_facts import (
     sizes,
 )
 from ckpt_tool.formats.deepspeed.target_parts import TargetParts
+from ckpt_tool.formats.deepspeed.target_state import STEP
 from ckpt_tool.formats.deepspeed.target_vectors import TargetVector
 from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.geometry.columns import Int64Array
@@ -64,6 +65,11 @@ class TargetFiles:
         self._folder = folder
         boxes = request.boxes
         self._position = parts.positions(boxes)
+        if parts.is_elastic and parts.is_stage3:
+            raise Unsupported(
+                "an elastic checkpoint has no hyperparameters, without which stage 3 does not load",
+                hint="say --zero-stage 1 or 2, which load it as the elastic checkpoint that it is",
+            )
         # Rows of the request by rank and tensor, in the order of their place.
         order = np.lexsort((self._position, boxes.tensor, boxes.rank))
         self._order = order
@@ -136,9 +142,10 @@ class TargetFiles:
         for number, vector in enumerate(parts.vectors):
             masters.append(self._vector(contents, vector, MASTER, rank, vector.lean_length(rank)))
             states[number] = {name: contents.value(value) for name, value in self._values(vector).items()}
+            length = vector.lean_length(rank) if self._parts.is_elastic else vector.length
             for state in vector.states[1:]:
-                states[number][state] = self._vector(contents, vector, state, rank, vector.length)
-        inner = {"state": states, "param_groups": list(self._groups())}
+                states[number][state] = self._vector(contents, vector, state, rank, length)
+        inner: Any = {"state": states, "param_groups": list(self._groups())}
         given = nest(parts.state.optimizer) if parts.state.optimizer else {}
         own = dict(given) if isinstance(given, dict) else {}
         version = str(info.get("deepspeed_version") or WRITTEN_VERSION)
@@ -153,6 +160,9 @@ class TargetFiles:
                 "fp32_flat_groups": masters,
             }
         else:
+            if self._parts.is_elastic:
+                inner = list(states.values())
+                own["base_optimizer_state_step"] = self._step()
             own |= {
                 "base_optimizer_state": inner,
                 "single_partition_of_fp32_groups": masters,
@@ -209,6 +219,13 @@ class TargetFiles:
             own = [position for position, vector in enumerate(self._parts.vectors) if vector.group == number]
             if own or self._parts.is_stage3:
                 yield {**group.hyperparameters, "params": own}
+
+    def _step(self) -> int:
+        """The one step of an elastic checkpoint."""
+        steps = {int(values[STEP]) for vector in self._parts.vectors if STEP in (values := self._values(vector))}
+        if len(steps) != 1:
+            raise LayoutError(f"an elastic checkpoint has one step, got {sorted(steps)}")
+        return steps.pop()
 
     def _loss_scaler(self) -> Stub:
         """What DeepSpeed has without fp16."""

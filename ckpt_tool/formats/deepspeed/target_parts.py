@@ -72,6 +72,11 @@ class TargetParts:
         return cls(tensors, state, zero, vectors, config, dtype, is_bf16, frozen, own, tuple(_differing(blobs, state)))
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the source has no hyperparameters, as runs with ``elastic_checkpoint`` save."""
+        return not any(group.hyperparameters for group in self.state.groups)
+
+    @property
     def is_stage3(self) -> bool:
         """Whether parameters are cut by themselves, and every rank has a model state."""
         return self.zero.stage == 3
@@ -131,6 +136,11 @@ class TargetParts:
             yield (
                 "parameters of a group stand in the order of the source's optimizer: DeepSpeed loads them by position, "
                 "so the run must give them to its optimizer in that order"
+            )
+        if self.is_elastic:
+            yield (
+                "an elastic checkpoint has no hyperparameters and stays elastic: a run with elastic_checkpoint "
+                "loads it and goes on with its own"
             )
         dtypes = {self.tensors.dtypes[row].name for name, row in self.state.weights.items() if self._is_trained(name)}
         if dtypes - {self.model_dtype.name}:

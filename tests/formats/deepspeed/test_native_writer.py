@@ -186,6 +186,12 @@ def test_fp32_weights_of_fsdp_become_masters(tmp_path: Path) -> None:
         ("deepspeed/ds_z2_bf16", {"tp": 2}, Unsupported, "data-parallel ranks, got tp=2"),
         ("deepspeed/ds_pp2_dp2_z1", {"dp": 2}, Unsupported, "a pipeline keeps each layer"),
         ("deepspeed/ds_moe_ep2_z1", {"dp": 2}, Unsupported, "experts have files"),
+        (
+            "deepspeed/ds_z2_elastic",
+            {"dp": 2, "zero_stage": 3},
+            Unsupported,
+            "elastic checkpoint has no hyperparameters",
+        ),
         ("deepspeed/accelerate_fsdp2", {"dp": 2}, UsageError, "stage of the target is not known"),
         ("torch/dcp_fsdp2_4r_fp32", {"dp": 2, "zero_stage": 3}, LayoutError, "buffers, frozen parameters or second"),
         ("torch/verl_4r_bf16", {"dp": 2, "zero_stage": 2}, Unsupported, "no fp32 master and no weight in fp32"),
