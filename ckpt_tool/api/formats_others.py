@@ -31,6 +31,10 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             *_zoo("tensorstore 0.1.86", shards_of_several_pieces="ocdbt_tall", nodes_not_compressed="ocdbt_raw"),
         ),
     ),
+    "torchsnapshot": (
+        "torchsnapshot",
+        _zoo("torchsnapshot 0.1.0", slabs="torchsnapshot_slabs", files="torchsnapshot_files"),
+    ),
     "consolidated": (
         "Meta's consolidated.NN.pth with params.json, joined",
         _zoo(

@@ -10,6 +10,7 @@ RECOGNISED = {
     "megatron-zarr": "metadata.json with sharded_backend zarr",
     "megatron-legacy": "mp_rank_*/model_optim_rng.pt",
     "orbax": "manifest.ocdbt, or _CHECKPOINT_METADATA beside folders of zarr arrays",
+    "torchsnapshot": ".snapshot_metadata",
     "accelerate": "a folder pytorch_model_fsdp_<N> that is a DCP checkpoint",
     "torch-checkpointing": "metadata.pkl, or <item>_<rank>.pt of several items",
     "dcp": ".metadata (or __<rank>.metadata) beside .distcp files",

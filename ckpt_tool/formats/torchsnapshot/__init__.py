@@ -1,0 +1,1 @@
+"""torchsnapshot: a manifest in JSON beside slabs or files of raw bytes."""
