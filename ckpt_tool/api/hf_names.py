@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
+from ckpt_tool.api.vocabulary import true_vocabulary
 from ckpt_tool.errors import LayoutError, UsageError
-from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming import rename
-from ckpt_tool.layout.naming_match import Matched, NamingMatch, choose_naming, match_names
+from ckpt_tool.layout.naming_match import NamingMatch, choose_naming, match_names
 from ckpt_tool.layout.naming_rules import load_naming
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.origins import renaming_views
@@ -37,7 +35,6 @@ _RECORDED = {
     "rotary_interleaved": ("rotary_interleaved", None),
     "apply_layernorm_1p": ("apply_layernorm_1p", None),
 }
-_MAX_READ_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +105,10 @@ def with_hf_names(
         return None
     matches = match_names(found.naming, fqns)
     facts = dict(_facts(checkpoint.manifest, options.facts or {}))
-    vocab, vocab_notes = _true_vocab(checkpoint, matches, options.true_vocab)
-    facts |= vocab
+    tables = [m.fqn for m in matches if m.rule.rows == "vocab"]
+    vocab, vocab_notes = (None, ()) if "vocab" in facts else true_vocabulary(checkpoint, tables, options.true_vocab)
+    if vocab is not None:
+        facts["vocab"] = vocab
     shapes = {fqn: everywhere.shape_of(row) for row, fqn in enumerate(everywhere.fqns)}
     renaming = rename(found.naming, matches, shapes, facts, is_whole=is_whole)
     kept = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if not wanted]
@@ -165,40 +164,6 @@ def _facts(manifest: Manifest, given: Mapping[str, int]) -> Iterator[tuple[str, 
         if value < 1:
             raise UsageError(f"--fact {name}={value} is no number above 0")
         yield name, Fact(value, f"--fact {name}={value}")
-
-
-def _true_vocab(
-    checkpoint: Checkpoint, matches: Sequence[Matched], given: int | None
-) -> tuple[dict[str, Fact], list[str]]:
-    """How many rows of embedding and output layer are no padding, if that is given or proven; else a note.
-
-    ``args.vocab_size`` alone proves nothing: some tokenizers of Megatron add a token for the end of a document to it.
-    Rows from there on are padding when they are all zero. Reads these rows.
-    """
-    tables = {m.fqn: checkpoint.manifest.tensor(m.fqn) for m in matches if m.rule.rows == "vocab"}
-    if not tables:
-        return {}, []
-    n_rows = min(table.shape[0] for table in tables.values())
-    args = checkpoint.manifest.info.get("args")
-    said = args.get("vocab_size") if isinstance(args, Mapping) else None
-    if given is not None:
-        if not 0 < given <= n_rows:
-            raise LayoutError(f"--true-vocab {given:,} does not fit {n_rows:,} rows", where=next(iter(tables)))
-        return {"vocab": Fact(given, f"--true-vocab {given}")}, []
-    if said is None or said >= n_rows:
-        return {}, []
-    hint = f"--true-vocab {said} drops them"
-    nbytes = sum(table.dtype.nbytes((table.shape[0] - said) * table.shape[1]) for table in tables.values())
-    if nbytes > _MAX_READ_NBYTES:
-        return {}, [f"all {n_rows:,} rows of the vocabulary are kept, args.vocab_size is {said:,}; {hint}"]
-    padding = checkpoint.read(
-        [(fqn, Box((said, 0), (table.shape[0] - said, table.shape[1]))) for fqn, table in tables.items()]
-    )
-    if any(np.ascontiguousarray(rows).view(np.uint8).any() for rows in padding):
-        kept = f"all {n_rows:,} rows of the vocabulary are kept: args.vocab_size is {said:,}, but rows from there on"
-        return {}, [f"{kept} are not zero; {hint}"]
-    evidence = f"args.vocab_size of the checkpoint, and rows from there on are zero in {' and '.join(tables)}"
-    return {"vocab": Fact(said, evidence)}, []
 
 
 def _output_layer_notes(manifest: Manifest, names: set[str], *, is_whole: bool) -> Iterator[str]:

@@ -6,17 +6,24 @@ ranks, another number of rows. Embedding, output layer and their optimizer state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import numpy as np
+
+from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
+from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Manifest, TensorMeta
 
-__all__ = ["Padded", "padded_size", "repadded"]
+__all__ = ["Padded", "padded_size", "repadded", "true_vocabulary"]
 
+_MAX_READ_NBYTES = 64 << 20
 _KEYS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
@@ -37,6 +44,87 @@ def padded_size(n_tokens: int, divisor: int, tp: int) -> int:
     """
     step = divisor * tp
     return -(-n_tokens // step) * step
+
+
+def true_vocabulary(
+    checkpoint: Checkpoint, fqns: Sequence[str], given: int | None
+) -> tuple[Fact | None, tuple[str, ...]]:
+    """How many rows of embedding and output layer are no padding, if that is proven; else a note.
+
+    ``args.vocab_size`` alone proves nothing: some tokenizers of Megatron add a token for the end of a document to it.
+    It does together with zeros from there on, or with the user's own word. Reads the rows that would go.
+
+    Args:
+        checkpoint: the source.
+        fqns: embedding and output layer, as far as they are stored.
+        given: what the user says, None for nothing.
+
+    Raises:
+        LayoutError: the user's number does not fit, or nothing says that the rows from there on are padding.
+    """
+    tables = [checkpoint.manifest.tensor(fqn) for fqn in fqns]
+    if not tables:
+        return None, ()
+    n_rows = min(table.shape[0] for table in tables)
+    said, where = _recorded_size(checkpoint.manifest)
+    if given is not None:
+        if not 0 < given <= n_rows:
+            raise LayoutError(f"--true-vocab {given:,} does not fit {n_rows:,} rows", where=tables[0].fqn)
+        return Fact(given, f"--true-vocab {given}, and {_proof(checkpoint, tables, given, said, where)}"), ()
+    if said is None or said >= n_rows:
+        return None, ()
+    hint = f"--true-vocab {said} drops them"
+    if sum(table.dtype.nbytes((table.shape[0] - said) * table.shape[1]) for table in tables) > _MAX_READ_NBYTES:
+        return None, (f"all {n_rows:,} rows of the vocabulary are kept, {where} is {said:,}; {hint}",)
+    row = _row_with_values(checkpoint, tables, said)
+    if row is not None:
+        kept = f"all {n_rows:,} rows of the vocabulary are kept: {where} is {said:,}, but rows from there on"
+        return None, (f"{kept} are not zero; {hint}",)
+    evidence = f"{where} of the checkpoint, and rows from there on are zero in {' and '.join(fqns)}"
+    return Fact(said, evidence), ()
+
+
+def _recorded_size(manifest: Manifest) -> tuple[int | None, str]:
+    """How many tokens the checkpoint says there are, and where it does."""
+    for table, where in (("args", "args.vocab_size"), ("config", "config.json's vocab_size")):
+        values = manifest.info.get(table)
+        found = values.get("vocab_size") if isinstance(values, Mapping) else None
+        if type(found) is int and found > 0:
+            return found, where
+    return None, ""
+
+
+def _proof(checkpoint: Checkpoint, tables: Sequence[TensorMeta], given: int, said: int | None, where: str) -> str:
+    """Why rows from ``given`` on are padding.
+
+    Raises:
+        LayoutError: nothing says so.
+    """
+    if said is not None and said <= given:
+        return f"{where} of the checkpoint is {said}"
+    row = _row_with_values(checkpoint, tables, given)
+    if row is None:
+        return "rows from there on are zero"
+    known = "nothing in the checkpoint says how many there are" if said is None else f"{where} is {said:,}"
+    raise LayoutError(
+        f"row {row:,} has values, so --true-vocab {given:,} would drop more than padding: {known}",
+        where=tables[0].fqn,
+        hint=f"if they are padding nevertheless, --fact vocab={given} drops them unproven",
+    )
+
+
+def _row_with_values(checkpoint: Checkpoint, tables: Sequence[TensorMeta], start: int) -> int | None:
+    """The first row from ``start`` on that is not zero in all tables; None when there is none."""
+    for table in tables:
+        rest = table.shape[1:]
+        step = max(1, _MAX_READ_NBYTES // max(table.dtype.nbytes(prod(rest)), 1))
+        for row in range(start, table.shape[0], step):
+            n = min(step, table.shape[0] - row)
+            [rows] = checkpoint.read([(table.fqn, Box((row, *(0,) * len(rest)), (n, *rest)))])
+            is_used = np.ascontiguousarray(rows).view(np.uint8).reshape(n, -1).any(axis=1)
+            if is_used.any():
+                return row + int(is_used.argmax())
+    return None
 
 
 def repadded(manifest: Manifest, args: Mapping[str, Any], *, tp: int) -> Padded:

@@ -111,7 +111,9 @@ def test_megatron_becomes_llama(name: str, tmp_path: Path) -> None:
     assert_equal(arrays, dense_of(megatron_arrays(dense_shapes(4, 128))))
     n_rows = conversion.checkpoint.manifest.tensor("model.output_layer.weight").shape[0]
     dropped = {one.fqn: one.why for one in conversion.dropped}
-    assert dropped[f"model.output_layer.weight[100:{n_rows}]"] == "padding: --true-vocab 100"
+    assert dropped[f"model.output_layer.weight[100:{n_rows}]"] == (
+        "padding: --true-vocab 100, and args.vocab_size of the checkpoint is 100"
+    )
     assert "kv_heads is 2: args.num_query_groups of the checkpoint" in conversion.notes
 
 
@@ -123,7 +125,11 @@ def test_facts_that_args_lack_are_asked_for(name: str, tmp_path: Path) -> None:
         prepare_export(source, tmp_path / "out")
     assert caught.value.hint is not None
     assert "--fact heads=N --fact kv_heads=N" in caught.value.hint
-    _, arrays = exported(source, tmp_path, facts={"heads": HEADS, "kv_heads": GROUPS}, true_vocab=TRUE_VOCAB)
+    facts = {"heads": HEADS, "kv_heads": GROUPS}
+    with pytest.raises(LayoutError, match="row 100 has values, so --true-vocab 100 would drop more than padding") as e:
+        prepare_export(source, tmp_path / "out", facts=facts, true_vocab=TRUE_VOCAB)
+    assert e.value.hint == "if they are padding nevertheless, --fact vocab=100 drops them unproven"
+    _, arrays = exported(source, tmp_path, facts={**facts, "vocab": TRUE_VOCAB})
     assert_equal(arrays, dense_of(megatron_arrays(dense_shapes(4, 128))))
 
 
