@@ -4,6 +4,7 @@
 #   make test    what CI runs: lint, types, tests
 #   make check   lint and types only
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
+#   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make bench   the measurements
 #   make clean   remove what the others made
 
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench test-deepspeed clean
+.PHONY: demo test check bench test-deepspeed test-megatron clean
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -47,9 +48,23 @@ $(DEEPSPEED):
 test-deepspeed: $(INSTALLED) $(if $(CKPT_PEER_DEEPSPEED),,$(DEEPSPEED))
 	CKPT_PEER_DEEPSPEED=$(or $(CKPT_PEER_DEEPSPEED),$(CURDIR)/$(DEEPSPEED)) $(BIN)/pytest -m peer tests/consumers/test_deepspeed.py
 
+# The wheel of megatron-core asks for a newer Python and for packages that need a GPU; the tests need neither.
+PEERS := $(VENV)-megatron
+$(PEERS)/.installed:
+	@echo "Preparing $(PEERS) (once)"
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet $(TORCH)
+	$(PEERS)/bin/python -m pip install --quiet transformers safetensors packaging einops psutil
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
+	@touch $@
+
+test-megatron: $(INSTALLED) $(PEERS)/.installed
+	CKPT_PEER_MEGATRON="$(CURDIR)/$(PEERS)/bin/python" CKPT_PEER_TRANSFORMERS="$(CURDIR)/$(PEERS)/bin/python" \
+	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py tests/consumers/test_hf_names.py
+
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench
 
 clean:
-	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV) $(VENV)-deepspeed
+	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV) $(VENV)-*
 	find ckpt_tool tests -name __pycache__ -type d -prune -exec rm -rf {} +

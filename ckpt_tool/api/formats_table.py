@@ -187,13 +187,16 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     ),
     "megatron-legacy": (
         "Megatron's files of each rank (mp_rank_*)",
-        _megatron(
-            "megatron-core 0.19.2",
-            TP_PP_and_DP="legacy_t2p2",
-            virtual_stages="legacy_vpp_p2v2",
-            uneven_stages="legacy_uneven_p2",
-            experts="legacy_moe_e2",
-            no_distributed_optimizer="legacy_nodist_t2",
+        (
+            *_megatron(
+                "megatron-core 0.19.2",
+                TP_PP_and_DP="legacy_t2p2",
+                virtual_stages="legacy_vpp_p2v2",
+                uneven_stages="legacy_uneven_p2",
+                experts="legacy_moe_e2",
+                no_distributed_optimizer="legacy_nodist_t2",
+            ),
+            written("megatron-core 0.19.2", "load_checkpoint on other grids", "megatron/test_writer.py"),
         ),
     ),
     "deepspeed": (

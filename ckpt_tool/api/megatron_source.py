@@ -17,11 +17,12 @@ from ckpt_tool.api.conversion import Dropped
 from ckpt_tool.api.vocabulary import padded_size, repadded
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats.megatron.fresh import fresh_objects
+from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.model_config import arguments_of
 from ckpt_tool.layout.naming_back import rename_back
 from ckpt_tool.layout.naming_rules import Naming, builtin_namings
 from ckpt_tool.layout.naming_sizes import Fact
-from ckpt_tool.layout.views import View, apply_views
+from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 
@@ -53,7 +54,13 @@ class MegatronSource:
 
 
 def as_megatron(
-    checkpoint: Checkpoint, manifest: Manifest, blobs: tuple[Blob, ...], options: MegatronOptions, *, tp: int
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    blobs: tuple[Blob, ...],
+    options: MegatronOptions,
+    *,
+    tp: int,
+    is_live: bool = False,
 ) -> MegatronSource:
     """The source under Megatron's names, its vocabulary padded for ``tp`` tensor-parallel ranks.
 
@@ -63,12 +70,15 @@ def as_megatron(
         blobs: its objects, loaded.
         options: what the user says.
         tp: the target's tensor-parallel size.
+        is_live: the target has tensors as modules have them, so a gate and an up projection are one.
 
     Raises:
         LayoutError: no naming leads to the source's names, or a fact is missing.
     """
     if any(blob.fqn == "args" for blob in blobs):
-        padded = repadded(manifest, {**manifest.info.get("args", {}), **options.arguments}, tp=tp)
+        manifest = _with_whole_layers(manifest) if is_live else manifest
+        known = {**manifest.info.get("args", {}), **options.arguments}
+        padded = repadded(manifest.replace(info={**manifest.info, "args": known}), known, tp=tp)
         return MegatronSource(padded.manifest, _with_arguments(blobs, options), padded.dropped, padded.notes)
     return _from_config(checkpoint, manifest, blobs, options, tp=tp)
 
@@ -87,6 +97,25 @@ def _with_arguments(blobs: tuple[Blob, ...], options: MegatronOptions) -> tuple[
         else:
             found.append(blob)
     return tuple(found)
+
+
+def _with_whole_layers(manifest: Manifest) -> Manifest:
+    """Gates and up projections that have keys of their own (``weight_w``, ``weight_v``) put together, gate first."""
+    views, kept = [], []
+    for meta in manifest.tensors:
+        stem, is_gate, _ = meta.fqn.rpartition("_w")
+        if is_gate and f"{stem}_v" in manifest.tensors.index and meta.fqn.endswith("_w"):
+            rows, *rest = meta.shape
+            zeros, axes = (0,) * len(rest), tuple(range(len(meta.shape)))
+            parts = tuple(
+                Part(f"{stem}{half}", Box.whole(meta.shape), (number * rows, *zeros), axes)
+                for number, half in enumerate(("_w", "_v"))
+            )
+            path = (*meta.path[:-1], str(meta.path[-1]).removesuffix("_w"))
+            views.append(View(stem, (2 * rows, *rest), parts, path=path))
+        elif not (meta.fqn.endswith("_v") and f"{meta.fqn[:-2]}_w" in manifest.tensors.index):
+            kept.append(meta.fqn)
+    return apply_views(manifest, views, keep=kept) if views else manifest
 
 
 def _from_config(

@@ -145,7 +145,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         from ckpt_tool.api.megatron_source import MegatronOptions, as_megatron
 
         said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
-        taken = as_megatron(checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1))
+        taken = as_megatron(
+            checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1), is_live=writer.per_rank
+        )
         manifest, blobs = taken.manifest, taken.blobs
         dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
     carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
@@ -155,7 +157,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     manifest = carried.manifest
     tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
     if isinstance(writer, PlacingWriter):
-        boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info)
+        boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
     elif target_mesh.world_size == 1:
         boxes = whole_boxes(tensors)
     else:

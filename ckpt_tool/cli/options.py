@@ -174,8 +174,8 @@ ToFormat = Annotated[
     typer.Option(
         "--to",
         metavar="FORMAT",
-        help="dcp, deepspeed, megatron-dist, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, "
-        "safetensors, torch-save.",
+        help="dcp, deepspeed, megatron-dist, megatron-legacy, rank-files, torch-ranks, bytecheckpoint, "
+        "torch-checkpointing, safetensors, torch-save.",
     ),
 ]
 ZeroStage = Annotated[
@@ -235,7 +235,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="The model's config.json, for --to megatron-dist from a source that has none beside it.",
+        help="The model's config.json, for a target of Megatron, from a source that has none beside it.",
         show_default=False,
     ),
 ]

@@ -263,15 +263,21 @@ class PlacingWriter(Writer, Protocol):
         ...
 
     def place(
-        self, tensors: TensorTable, blobs: Sequence[Blob], mesh: Mapping[str, int], info: Mapping[str, Any]
+        self,
+        tensors: TensorTable,
+        blobs: Sequence[Blob],
+        mesh: Mapping[str, int],
+        info: Mapping[str, Any],
+        options: WriterOptions,
     ) -> BoxTable:
-        """Boxes that cover each tensor once, by the rank whose file holds them.
+        """Boxes that cover each tensor, by the rank whose file holds them.
 
         Args:
             tensors: what is left of the source's.
             blobs: what is left of its objects.
             mesh: see above.
             info: what the source says beyond tensors.
+            options: choices of the writer.
         """
         ...
 

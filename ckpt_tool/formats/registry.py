@@ -64,6 +64,7 @@ _WRITERS = {
     "deepspeed": ("ckpt_tool.formats.deepspeed.native_writer", "WRITER"),
     "deepspeed-universal": ("ckpt_tool.formats.deepspeed.universal_writer", "WRITER"),
     "megatron-dist": ("ckpt_tool.formats.megatron.dist_writer", "WRITER"),
+    "megatron-legacy": ("ckpt_tool.formats.megatron.rank_writer", "WRITER"),
 }
 
 

@@ -89,7 +89,7 @@ if __name__ == "__main__":
         parts = [torch.empty_like(logits) for _ in range(args.tensor_model_parallel_size)]
         torch.distributed.all_gather(parts, logits, group=mpu.get_tensor_model_parallel_group())
         if rank == 0:
-            np.save(out, torch.cat(parts, -1).numpy())
+            np.save(out, torch.cat(parts, -1).numpy().reshape(-1, args.padded_vocab_size))
     if rank == 0:
         print("FORWARD OK")
     torch.distributed.barrier()

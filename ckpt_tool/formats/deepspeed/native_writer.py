@@ -122,9 +122,15 @@ class DeepSpeedWriter:
         }
 
     def place(
-        self, tensors: TensorTable, blobs: Sequence[Blob], mesh: Mapping[str, int], info: Mapping[str, Any]
+        self,
+        tensors: TensorTable,
+        blobs: Sequence[Blob],
+        mesh: Mapping[str, int],
+        info: Mapping[str, Any],
+        options: WriterOptions,
     ) -> BoxTable:
         """Each rank's part of every flat vector; weights on the first rank, at stage 3 buffers on all."""
+        del options
         return TargetParts.of(tensors, blobs, info, world_size=mesh.get("dp", 1)).boxes()
 
     def lay_out(self, request: WriteRequest) -> LayOut:

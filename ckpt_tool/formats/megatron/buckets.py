@@ -15,7 +15,7 @@ from math import lcm
 
 from ckpt_tool.errors import LayoutError
 
-__all__ = ["BucketEnds", "coalesced_starts", "starts_in_buckets"]
+__all__ = ["BucketEnds", "coalesced_starts", "starts_in_buckets", "stored_starts"]
 
 ALIGNMENT = 64
 """Elements that a parameter's start is a multiple of."""
@@ -102,6 +102,40 @@ def coalesced_starts(
     )
 
 
+def stored_starts(numels: Sequence[int], ends: BucketEnds, apart: Collection[int] = ()) -> tuple[list[int], int]:
+    """Start of each parameter in a buffer that is to be stored, and the elements of all of it.
+
+    Args:
+        numels: elements of each parameter, in the buffer's order.
+        ends: where the run closes buckets.
+        apart: numbers of parameters that have a bucket of their own.
+
+    >>> stored_starts([64, 100, 30], BucketEnds(1, None))
+    ([0, 64, 192], 222)
+    """
+    alignment = lcm(ends.n_data_parallel, _BUCKET_END)
+    places, numel = _filled(numels, alignment, ends.bucket_numel, frozenset(apart))
+    return [start for start, _ in places], numel
+
+
+def _filled(
+    numels: Sequence[int], end_alignment: int, bucket_numel: int | None, apart: Collection[int]
+) -> tuple[list[tuple[int, int]], int]:
+    """Start of each parameter, stored and in memory, when buckets are closed after so many elements; and the end."""
+    places: list[tuple[int, int]] = []
+    stored = memory = opened = 0
+    for number, numel in enumerate(numels):
+        if number in apart and memory > opened:
+            memory = opened = _aligned(memory, end_alignment)
+        gap = _aligned(memory) - memory
+        stored, memory = stored + gap, memory + gap
+        places.append((stored, memory))
+        stored, memory = stored + numel, memory + numel
+        if number in apart or (bucket_numel is not None and memory - opened >= bucket_numel):
+            memory = opened = _aligned(memory, end_alignment)
+    return places, stored
+
+
 class _Search:
     """Ways to close buckets, as far as sizes and places allow them."""
 
@@ -121,20 +155,9 @@ class _Search:
 
     def with_bucket_numel(self, bucket_numel: int | None) -> list[int] | None:
         """Starts when buckets are closed after ``bucket_numel`` elements, None when that does not fit."""
-        starts: list[int] = []
-        stored = memory = opened = 0
-        for number, numel in enumerate(self._numels):
-            if number in self._apart and memory > opened:
-                memory = opened = _aligned(memory, self._end_alignment)
-            gap = _aligned(memory) - memory
-            stored, memory = stored + gap, memory + gap
-            if not self._fits(number, memory):
-                return None
-            starts.append(stored)
-            stored, memory = stored + numel, memory + numel
-            if number in self._apart or (bucket_numel is not None and memory - opened >= bucket_numel):
-                memory = opened = _aligned(memory, self._end_alignment)
-        return starts if stored == self._total else None
+        places, stored = _filled(self._numels, self._end_alignment, bucket_numel, self._apart)
+        is_fitting = all(self._fits(number, memory) for number, (_, memory) in enumerate(places))
+        return [start for start, _ in places] if is_fitting and stored == self._total else None
 
     def all_starts(self) -> set[tuple[int, ...]]:
         """Every distinct outcome over all bucket sizes."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenItem
 from ckpt_tool.formats._dcp.placed_items import (
@@ -27,13 +27,14 @@ from ckpt_tool.formats._dcp.placed_items import (
     written_tensors,
 )
 from ckpt_tool.formats._pickle.walk import storages
-from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
+from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.megatron.common_state import COMMON_OBJECT
 from ckpt_tool.formats.megatron.config import CONFIG_NAME
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.target_boxes import target_boxes, weight_key
 from ckpt_tool.formats.megatron.target_common import is_common, is_distributed, target_common
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
+from ckpt_tool.formats.megatron.target_iteration import iteration_of
 from ckpt_tool.formats.megatron.target_metadata import metadata_pickle
 from ckpt_tool.formats.megatron.target_objects import (
     TargetObject,
@@ -100,11 +101,16 @@ class MegatronDistWriter:
         return why
 
     def place(
-        self, tensors: TensorTable, blobs: Sequence[Blob], mesh: Mapping[str, int], info: Mapping[str, Any]
+        self,
+        tensors: TensorTable,
+        blobs: Sequence[Blob],
+        mesh: Mapping[str, int],
+        info: Mapping[str, Any],
+        options: WriterOptions,
     ) -> BoxTable:
         """Boxes by layer and expert, and by tensor-parallel rank where a rule knows the weight."""
         del blobs
-        return target_boxes(tensors, TargetGrid.of(mesh), info.get("args", {}))
+        return target_boxes(tensors, TargetGrid.of(mesh).with_options(options), info.get("args", {}))
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """The folder; the tracker is written last.
@@ -114,7 +120,7 @@ class MegatronDistWriter:
         """
         check_dtypes(request.tensors)
         grid = TargetGrid.of_request(request)
-        iteration, folder = _iteration(request.info)
+        iteration, folder = iteration_of(request.info)
         paths: Sequence[KeyPath] = request.tensors.paths or [(fqn,) for fqn in request.tensors.fqns]
         objects = list(extra_objects(request))
         own_states = list(random_states(request, grid))
@@ -248,19 +254,6 @@ def _stored_key(fqn: str, path: KeyPath, master_slot: str) -> str:
     if path[0] == "model":
         return key
     return f"optimizer.state.{master_slot if path[2] == 'param' else path[2]}.{key}"
-
-
-def _iteration(info: Mapping[str, Any]) -> tuple[int | None, str]:
-    """The iteration, and the name of its folder."""
-    if str(info.get("folder", "")).rpartition("/")[2] == "release":
-        return None, "release"
-    step = info.get("step")
-    if type(step) is not int or step < 0:
-        raise Unsupported(
-            f"the iteration is not known (found {step!r}), by which Megatron finds a checkpoint",
-            hint="megatron-dist takes checkpoints of Megatron, whose common state has it",
-        )
-    return step, f"iter_{step:07d}"
 
 
 def _parts_of_ranks(

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from ckpt_tool.errors import FormatError, LayoutError, NotFound
 from ckpt_tool.formats.megatron.facts import Facts
 
-__all__ = ["MODEL_FILE", "OPTIMIZER_FILE", "Grid", "RankFolder", "check_ranks", "grid_of", "rank_folders"]
+__all__ = [
+    "MODEL_FILE",
+    "OPTIMIZER_FILE",
+    "Grid",
+    "RankFolder",
+    "check_ranks",
+    "grid_of",
+    "rank_folder",
+    "rank_folders",
+]
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -58,6 +67,16 @@ def rank_folders(paths: Iterable[str]) -> list[RankFolder]:
         if match is not None and name == MODEL_FILE:
             found.append(RankFolder(folder, tuple(int(number) for number in match.groups() if number is not None)))
     return found
+
+
+def rank_folder(tensor_rank: int, stage: int, expert_rank: int, *, pp: int, ep: int) -> str:
+    """The name of a rank's folder in a run of ``pp`` stages and ``ep`` expert-parallel ranks.
+
+    >>> rank_folder(1, 0, 3, pp=1, ep=4), rank_folder(1, 2, 0, pp=4, ep=1)
+    ('mp_rank_01_003', 'mp_rank_01_002')
+    """
+    name = f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+    return name + (f"_{expert_rank:03d}" if ep > 1 else "")
 
 
 def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:

@@ -6,12 +6,12 @@ Knows names of mesh axes and of arguments, nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckpt_tool.formats._pickle.nodes import Stub
-from ckpt_tool.formats.base import WriteRequest
+from ckpt_tool.formats.base import WriteRequest, WriterOptions
 
 __all__ = ["TargetGrid", "target_args"]
 
@@ -42,11 +42,13 @@ class TargetGrid:
     @classmethod
     def of_request(cls, request: WriteRequest) -> TargetGrid:
         """The grid of what is to be laid out, virtual and uneven stages included."""
-        grid = cls.of(dict(zip(request.mesh_axes, request.mesh_sizes, strict=True)))
-        options = request.options
-        return cls(
-            grid.tp, grid.pp, grid.cp, grid.ep, grid.world_size, options.vpp,
-            options.first_stage_layers, options.last_stage_layers,
+        return cls.of(dict(zip(request.mesh_axes, request.mesh_sizes, strict=True))).with_options(request.options)
+
+    def with_options(self, options: WriterOptions) -> TargetGrid:
+        """The grid with virtual and uneven stages."""
+        return replace(
+            self, vpp=options.vpp, first_stage_layers=options.first_stage_layers,
+            last_stage_layers=options.last_stage_layers,
         )  # fmt: skip
 
     @property

@@ -327,8 +327,34 @@ def test_megatron_resumes(name: str, mesh: Mesh, run: str, launcher: Path, tmp_p
     Rows of the vocabulary that the target pads and the source has not are zero.
     """
     written(name, tmp_path / "out", **mesh)
+    assert_loads(launcher, tmp_path / "out", mesh, run)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("name", "mesh", "run"),
+    [
+        ("td_full_t2p2d2", {}, ""),
+        ("td_dpr_t2p2d2", {"tp": 2, "pp": 2}, "--tp 2 --pp 2"),
+        ("td_dpr_t2p2d2", TP4_DP2, "--tp 4 --zero-rows-from 112"),
+        ("legacy_vpp_p2v2", {"pp": 4}, "--pp 4"),
+        ("td_dpzero_t2p2", {"pp": 2, "vpp": 2}, "--pp 2 --vpp 1"),
+        ("moe_seq_e2", {}, "--moe seq --layers 2"),
+        ("moe_dpr_e2", {"dp": 4, "ep": 4}, "--moe seq --layers 2 --ep 4"),
+    ],
+)
+def test_megatron_resumes_from_per_rank_files(name: str, mesh: Mesh, run: str, launcher: Path, tmp_path: Path) -> None:
+    """The same from ``mp_rank_*``, optimizer state gathered in ``distrib_optim.pt``; the scripts reduce in bf16."""
+    arguments = {"accumulate_allreduce_grads_in_fp32": False}
+    options: dict[str, Any] = {**mesh, "arguments": arguments, "durable": False}
+    reshard(CHECKPOINTS / name / "ckpt", tmp_path / "out", to="megatron-legacy", **options)
+    assert_loads(launcher, tmp_path / "out", mesh, f"{run} --fmt torch --extra=--no-load-rng")
+
+
+def assert_loads(launcher: Path, root: Path, mesh: Mesh, run: str) -> None:
+    """Real Megatron on as many ranks as the mesh has."""
     n_ranks = int(np.prod([size for axis, size in mesh.items() if axis in {"tp", "pp", "dp"}]))
-    command = [os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(n_ranks), "mk.py", "load", str(tmp_path / "out")]
+    command = [os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(n_ranks), "mk.py", "load", str(root)]
     environment = {**os.environ, "MCORE": "0.19.2"}
     done = subprocess.run(
         [*command, *run.split()], cwd=launcher, env=environment, capture_output=True, text=True, check=False

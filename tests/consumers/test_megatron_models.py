@@ -1,0 +1,123 @@
+"""Tiny models of transformers in real Megatron: it loads what was made of them, and has their logits; and back again.
+
+``CKPT_PEER_MEGATRON`` names the python of an environment with megatron-core 0.19.2 and torch 2.13,
+``CKPT_PEER_TRANSFORMERS`` one with transformers (it may be the same); run with ``-m peer``, or ``make test-megatron``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ckpt_tool.api.export import export
+from ckpt_tool.api.reshard import reshard
+from tests.formats.conformance import FIXTURES
+
+pytestmark = pytest.mark.peer
+
+MAKE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+kind, more, folder = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+sizes = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+             attention_dropout=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **more}), dtype=torch.bfloat16)
+with torch.no_grad():
+    for name, p in model.named_parameters():
+        is_scale = "norm" in name and "bias" not in name
+        p.normal_(float(is_scale and kind != "gemma"), 0.2) if p.ndim == 1 else p.normal_(0, p.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if "e_score" in name:
+            buffer.normal_(0, 0.1)
+model.save_pretrained(folder)
+"""
+LOGITS = """
+import sys, numpy, torch
+from transformers import AutoModelForCausalLM
+
+model, info = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.float32, output_loading_info=True, attn_implementation="eager")
+assert not any(info.values()), info
+with torch.no_grad():
+    numpy.save(sys.argv[2], model(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).logits[0].numpy())
+"""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    # model type, config, what --family calls it, further arguments of Megatron
+    "llama": ("llama", {}, "llama", ""),
+    "mistral": ("mistral", {}, "llama", ""),
+    "qwen2": ("qwen2", {}, "llama", ""),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, "llama", ""),
+    "qwen3": ("qwen3", {"head_dim": 16}, "llama", ""),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixtral", ""),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "num_experts": 4, "norm_topk_prob": True}, "qwen_moe", ""),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}, "qwen_moe", ""),
+}
+
+
+def run(program: str, *words: object) -> None:
+    """A program for transformers' python."""
+    command = [os.environ["CKPT_PEER_TRANSFORMERS"], "-c", program, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def forward(scripts: Path, root: Path, tp: int, more: str) -> npt.NDArray[np.float32]:
+    """Logits of real Megatron, by token and padded vocabulary."""
+    out = root.with_suffix(".npy")
+    command = [
+        os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(tp), "megatron_forward.py", str(root), str(out),
+        "--tensor-model-parallel-size", str(tp), *more.split(),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=False)
+    assert "FORWARD OK" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+    logits: npt.NDArray[np.float32] = np.load(out)
+    return logits
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fixtures' launcher, with the forward pass beside it."""
+    folder = tmp_path_factory.mktemp("megatron") / "make"
+    shutil.copytree(FIXTURES / "megatron/make", folder)
+    shutil.copy(Path(__file__).with_name("megatron_forward.py"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_has_the_logits_of_transformers(name: str, scripts: Path, tmp_path: Path) -> None:
+    """HF to TP2 PP2: Megatron's own forward pass agrees; and back to HF: every tensor and all logits are the same."""
+    kind, config, family, more = MODELS[name]
+    run(MAKE, kind, json.dumps(config), tmp_path / "hf")
+    run(LOGITS, tmp_path / "hf", tmp_path / "before.npy")
+    arguments = {"make_vocab_size_divisible_by": 8, "transformer_impl": "local"}
+    reshard(tmp_path / "hf", tmp_path / "mg", to="megatron-dist", tp=2, pp=2, arguments=arguments, durable=False)
+    before = np.load(tmp_path / "before.npy")
+    found = forward(scripts, tmp_path / "mg", 1, more)
+    assert np.abs(found[:, : before.shape[1]] - before).max() < 1e-4 * before.std()
+    export(tmp_path / "mg", tmp_path / "back", family=family, durable=False)
+    shutil.copy(tmp_path / "hf/config.json", tmp_path / "back")
+    run(LOGITS, tmp_path / "back", tmp_path / "after.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "after.npy"), before)
+
+
+def test_tensor_parallel_ranks_have_the_same_logits(scripts: Path, tmp_path: Path) -> None:
+    """More ranks than KV groups would be cut by rows; here two ranks have one group each."""
+    run(MAKE, "llama", "{}", tmp_path / "hf")
+    run(LOGITS, tmp_path / "hf", tmp_path / "before.npy")
+    arguments = {"make_vocab_size_divisible_by": 8, "transformer_impl": "local"}
+    reshard(tmp_path / "hf", tmp_path / "mg", to="megatron-dist", tp=4, arguments=arguments, durable=False)
+    before = np.load(tmp_path / "before.npy")
+    found = forward(scripts, tmp_path / "mg", 2, "")
+    assert np.abs(found[:, : before.shape[1]] - before).max() < 1e-4 * before.std()
