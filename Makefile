@@ -6,6 +6,7 @@
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make bench   the measurements
+#   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
 #   make clean   remove what the others made
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench test-deepspeed test-megatron clean
+.PHONY: demo test check bench fuzz test-deepspeed test-megatron clean
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -64,6 +65,9 @@ test-megatron: $(INSTALLED) $(PEERS)/.installed
 
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.hostile.fuzz $(or $(SEED),1) 10000
 
 clean:
 	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV) $(VENV)-*

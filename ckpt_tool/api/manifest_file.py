@@ -12,7 +12,7 @@ from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 
-__all__ = ["SUFFIX", "is_manifest_file", "manifest_beside", "read_manifest", "write_manifest"]
+__all__ = ["SUFFIX", "is_manifest_file", "manifest_beside", "read_manifest", "write_manifest", "write_text"]
 
 SUFFIX = ".digests.json"
 _MAX_BYTES = 1 << 30
@@ -44,10 +44,15 @@ def write_manifest(table: DigestTable, url: str | os.PathLike[str]) -> None:
         else:
             lines.append(f"{json.dumps(key)}: {json.dumps(value)},")
     lines[-1] = lines[-1].removesuffix(",")
-    _write("\n".join([*lines, "}"]) + "\n", os.fspath(url))
+    write_text("\n".join([*lines, "}"]) + "\n", os.fspath(url))
 
 
-def _write(text: str, url: str) -> None:
+def write_text(text: str, url: str) -> None:
+    """Write a small file at a path or URL, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     if not is_local(url):
         data = text.encode()
         name = url.rsplit("/", 1)[-1]

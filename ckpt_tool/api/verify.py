@@ -11,6 +11,7 @@ from dataclasses import replace
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
 from ckpt_tool.api.digest_check import check_digests
 from ckpt_tool.api.manifest_file import read_manifest
+from ckpt_tool.api.verify_against import compare_with
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers
@@ -27,7 +28,7 @@ from ckpt_tool.storage.open import open_store
 __all__ = ["VerifyReport", "verify"]
 
 
-def verify(
+def verify(  # noqa: PLR0913 - one argument per option of the command
     checkpoint: str | os.PathLike[str] | Checkpoint,
     *,
     level: str = "default",
@@ -35,6 +36,7 @@ def verify(
     manifest: str | os.PathLike[str] | None = None,
     strip_prefixes: Sequence[str] = (),
     require_all: bool = False,
+    against: str | os.PathLike[str] | Checkpoint | None = None,
     n_workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
@@ -48,7 +50,8 @@ def verify(
         memory_budget_bytes: what buffers may take together.
         manifest: a file that ``write_manifest`` wrote; every tensor is read and compared with its recorded digest.
         strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
-        require_all: with ``manifest``, a tensor that only one side has is an error.
+        require_all: with ``manifest`` or ``against``, a tensor that only one side has is an error.
+        against: another checkpoint of any format and layout; every tensor that both have is compared with it.
         n_workers: threads that read and check; None for as many as there are cores, or as the storage likes requests.
         progress: at the full level, called with the bytes read so far, from one thread at a time.
 
@@ -63,9 +66,22 @@ def verify(
     recorded = None if manifest is None else read_manifest(manifest)
     if recorded is not None and level == "quick":
         raise UsageError("the quick level reads no payload, which a manifest is compared with")
+    if against is not None and level == "quick":
+        raise UsageError("the quick level reads no payload", hint="ckpt diff --quick compares names, shapes and types")
 
     def report_of(opened: Checkpoint) -> VerifyReport:
         report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
+        if against is not None:
+            compared = compare_with(
+                opened, against, strip_prefixes=strip_prefixes, require_all=require_all,
+                memory_budget_bytes=memory_budget_bytes, n_workers=n_workers, progress=progress,
+            )  # fmt: skip
+            report = replace(
+                report,
+                findings=sort_findings([*report.findings, *compared.findings]),
+                checked_nbytes=report.checked_nbytes + compared.nbytes,
+                seconds=time.perf_counter() - started,
+            )
         if recorded is None:
             return report
         checked = check_digests(

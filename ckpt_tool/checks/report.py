@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange
 
 __all__ = ["LEVELS", "SCHEMA", "FindingGroup", "VerifyReport", "sort_findings"]
 
 SCHEMA = "ckpt-tool/verify/1"
 LEVELS = ("quick", "default", "full")
 _EXAMPLES = 3
+_OF_RANGES = frozenset({"crc-mismatch", "unreadable"})
+_NOT_FETCHED = frozenset({"nan", "duplicate-tensor", "different-replicas", "lost-data"})
+"""What another copy of the file would have too, and what follows from another finding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,26 @@ class VerifyReport:
     def is_ok(self) -> bool:
         """Whether no finding is an error."""
         return not any(finding.severity is Severity.ERROR for finding in self.findings)
+
+    def to_fetch(self) -> tuple[FileRange, ...]:
+        """Bytes to fetch again, a range by its first byte; length 0 is the whole file, -1 all from the offset on.
+
+        What errors place in a file: a payload's range where its checksum is wrong, the rest of a file that was cut, and
+        the whole file for all else.
+        """
+        found: dict[str, list[FileRange]] = {}
+        for finding in self.findings:
+            where = finding.where
+            if finding.severity is not Severity.ERROR or where is None or finding.kind in _NOT_FETCHED:
+                continue
+            own = found.setdefault(where.path, [])
+            if finding.kind in _OF_RANGES:
+                own.append(where)
+            elif finding.kind == "truncated-file":
+                own.append(FileRange(where.path, where.offset, -1))
+            else:
+                own.append(FileRange(where.path, 0, 0))
+        return tuple(each for path in sorted(found) for each in _merged(found[path]))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -173,3 +197,22 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
         "offset": where.offset if where else None,
         "length": where.length if where else None,
     }
+
+
+def _merged(ranges: Iterable[FileRange]) -> Iterator[FileRange]:
+    """Ranges of one file that touch put together; the whole file alone where it is among them."""
+    ordered = sorted(ranges, key=lambda each: (each.length != 0, each.offset))
+    if ordered[0].length == 0:
+        yield ordered[0]
+        return
+    pending = ordered[0]
+    for each in ordered[1:]:
+        if pending.length < 0:
+            break
+        if each.offset > pending.end:
+            yield pending
+            pending = each
+        else:
+            end = max(pending.end, each.end)
+            pending = FileRange(each.path, pending.offset, -1 if each.length < 0 else end - pending.offset)
+    yield pending

@@ -68,7 +68,7 @@ def read_tolerantly(reader: Reader, source: Source) -> TolerantReading:
         kind = "unsafe-pickle" if isinstance(read, UnsafePickle) else "unreadable-file"
         left_out.append(Finding(kind, Severity.ERROR, str(read), where=where))
         sizes = {name: nbytes for name, nbytes in current.listing.sizes.items() if name != path}
-        current = Source(current.store, replace(current.listing, sizes=sizes))
+        current = replace(current, listing=replace(current.listing, sizes=sizes))
 
 
 def _read(reader: Reader, source: Source, first: FormatError | None) -> Manifest | FormatError:

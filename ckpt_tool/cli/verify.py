@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Quiet, Source, Workers
-from ckpt_tool.cli.output import output
+from ckpt_tool.cli.output import Output, output
 from ckpt_tool.cli.progress import progress_bar
 from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Span, line
 from ckpt_tool.errors import UsageError
 from ckpt_tool.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ckpt_tool.checks.report import VerifyReport
 
 _PROBLEMS_FOUND = 1
 
@@ -45,6 +48,21 @@ Wide = Annotated[bool, typer.Option("--wide", help="With --write-manifest: 128-b
 Sha256 = Annotated[bool, typer.Option("--sha256", help="With --write-manifest: SHA-256 of files, not CRC-32.")]
 
 
+Against = Annotated[
+    str | None,
+    typer.Option("--against", metavar="OTHER", help="Compare with another checkpoint, bit by bit.", show_default=False),
+]
+SalvageTo = Annotated[
+    str | None,
+    typer.Option(
+        "--salvage", metavar="OUT", help="Write every tensor that is still wholly readable to OUT.", show_default=False
+    ),
+]
+PlanFetch = Annotated[
+    bool, typer.Option("--plan-fetch", help="Print only the files, or FILE FIRST-LAST bytes, to fetch again.")
+]
+
+
 def verify(
     source: Source,
     *,
@@ -57,6 +75,10 @@ def verify(
     require_all: RequireAll = False,
     wide: Wide = False,
     sha256: Sha256 = False,
+    against: Against = None,
+    salvage: SalvageTo = None,
+    plan_fetch: PlanFetch = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --salvage: replace what is there.")] = False,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="Findings shown of each kind, 0 for all.")] = 3,
     memory: Memory = DEFAULT_MEMORY,
     workers: Workers = None,
@@ -70,8 +92,13 @@ def verify(
     --write-manifest records what each tensor holds in a small file, --manifest proves that a copy in any format and
     layout holds the same. Both read every tensor; neither is a signature.
 
+    --salvage reads every byte and writes what is still good: of files that were cut, of folders that lack files, of DCP
+    without .metadata; OUT.salvage.json lists what is kept and lost. Exit status 1 when anything is lost.
+
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,
     groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}].
+    With --plan-fetch: {"schema": 1, fetch [{file, offset, length}]}, length null for the rest, both for the whole file.
+    With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown.
     """
     from ckpt_tool.api.digest import digests
     from ckpt_tool.api.manifest_file import write_manifest as save
@@ -79,20 +106,22 @@ def verify(
     from ckpt_tool.cli.render_findings import report_lines
 
     sink = output(json=json, quiet=quiet)
-    if quick and full:
-        raise UsageError("--quick and --full exclude each other", hint="leave both out for the level between them")
-    if write_manifest and (quick or manifest):
-        raise UsageError(f"--write-manifest and --{'quick' if quick else 'manifest'} exclude each other")
-    if not write_manifest and (wide or sha256):
-        raise UsageError("--wide and --sha256 are for --write-manifest")
-    if manifest is None and (strip_prefix or require_all):
-        raise UsageError("--strip-prefix and --require-all are for --manifest")
+    _check_options(
+        quick=quick, full=full, writes=bool(write_manifest), is_wide=wide or sha256, compares=bool(manifest or against),
+        pairs=bool(strip_prefix or require_all), salvages=bool(salvage), overwrite=overwrite, plan_fetch=plan_fetch,
+    )  # fmt: skip
+    if salvage:
+        _salvage(sink, source, salvage, overwrite=overwrite, memory=memory, workers=workers)
+        return
     level = "quick" if quick else "full" if full else "default"
     with progress_bar(sink, "checking") as moved:
         report = check(
             source, level=level, manifest=manifest, strip_prefixes=strip_prefix or (), require_all=require_all,
-            memory_budget_bytes=parse_bytes(memory), n_workers=workers, progress=moved,
+            against=against, memory_budget_bytes=parse_bytes(memory), n_workers=workers, progress=moved,
         )  # fmt: skip
+    if plan_fetch:
+        _show_fetch(sink, report)
+        return
     if sink.mode == "human":
         sink.show(report_lines(report, width=sink.width, limit=limit or None))
     sink.json(report.to_json() if json else {})
@@ -109,4 +138,76 @@ def verify(
         counts = f"{counted(len(table.rows), 'tensor')}, {counted(len(table.files), 'file')}"
         sink.talk([line("wrote ", Span(write_manifest, "green"), f"  {counts}")])
     if not report.is_ok or (strict and report.counts["warning"]):
+        raise typer.Exit(_PROBLEMS_FOUND)
+
+
+def _check_options(
+    *,
+    quick: bool,
+    full: bool,
+    writes: bool,
+    is_wide: bool,
+    compares: bool,
+    pairs: bool,
+    salvages: bool,
+    overwrite: bool,
+    plan_fetch: bool,
+) -> None:
+    """Raise where options do not go together."""
+    if quick and full:
+        raise UsageError("--quick and --full exclude each other", hint="leave both out for the level between them")
+    if writes and (quick or compares):
+        other = "--quick" if quick else "--manifest or --against"
+        raise UsageError(f"--write-manifest and {other} exclude each other")
+    if not writes and is_wide:
+        raise UsageError("--wide and --sha256 are for --write-manifest")
+    if not compares and pairs:
+        raise UsageError("--strip-prefix and --require-all are for --manifest and --against")
+    if overwrite and not salvages:
+        raise UsageError("--overwrite is for --salvage")
+    if salvages and (quick or compares or writes or plan_fetch):
+        raise UsageError("--salvage does not go with other kinds of verification")
+
+
+def _show_fetch(sink: Output, report: VerifyReport) -> None:
+    """A line for each file or range to fetch again, whatever the mode: the list is the result."""
+    ranges = report.to_fetch()
+    texts = [
+        each.path if each.length == 0 else f"{each.path} {each.offset}-{each.end - 1 if each.length > 0 else ''}"
+        for each in ranges
+    ]
+    sink.show(line(text) for text in texts)
+    sink.values(texts)
+    sink.json(
+        {
+            "schema": 1,
+            "fetch": [
+                {
+                    "file": each.path,
+                    "offset": each.offset if each.length else None,
+                    "length": each.length if each.length > 0 else None,
+                }
+                for each in ranges
+            ],
+        }
+    )
+    if not report.is_ok:
+        if not ranges:
+            sink.talk([line(Span("note: ", "yellow"), "no error that another copy of a file would mend")])
+        raise typer.Exit(_PROBLEMS_FOUND)
+
+
+def _salvage(sink: Output, source: str, target: str, *, overwrite: bool, memory: str, workers: int | None) -> None:
+    from ckpt_tool.api.salvage import salvage
+    from ckpt_tool.cli.render_salvage import salvage_lines
+
+    with progress_bar(sink, "reading") as moved:
+        done = salvage(
+            source, target, overwrite=overwrite, memory_budget_bytes=parse_bytes(memory), n_workers=workers,
+            progress=moved,
+        )  # fmt: skip
+    sink.show(salvage_lines(done, width=sink.width))
+    sink.json(done.to_json())
+    sink.values([done.result.target_url])
+    if not done.is_all:
         raise typer.Exit(_PROBLEMS_FOUND)

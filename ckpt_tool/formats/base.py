@@ -42,6 +42,8 @@ class Source:
 
     store: Store
     listing: Listing
+    is_salvage: bool = False
+    """Whether a reader shall make do with what is left of a file, where that can be told for sure."""
     _heads: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)
 
     def head(self, path: str, length: int) -> bytes:

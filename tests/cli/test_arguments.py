@@ -111,7 +111,7 @@ def test_verify(argv: str, level: str, n_workers: int | None, monkeypatch: pytes
     monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
     assert main(["verify", "A", *argv.split()]) == 2
     assert recorder.args == ("A",)
-    against = {"manifest": None, "strip_prefixes": (), "require_all": False}
+    against = {"manifest": None, "strip_prefixes": (), "require_all": False, "against": None}
     options = {"level": level, "memory_budget_bytes": GIB, "n_workers": n_workers, "progress": None}
     assert recorder.options == {**options, **against}
 

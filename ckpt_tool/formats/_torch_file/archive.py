@@ -15,8 +15,9 @@ from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._content import content_of
 from ckpt_tool.formats._pickle.legacy import is_legacy, is_legacy_tar, read_legacy
 from ckpt_tool.formats._pickle.load import load_pickle
+from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._torch_file.rows import StoragePlace
-from ckpt_tool.formats._torch_file.salvage import salvage_text
+from ckpt_tool.formats._torch_file.salvage import salvage_text, storage_sizes
 from ckpt_tool.formats._zip.directory import (
     LOCAL_HEADER_NBYTES,
     Read,
@@ -28,6 +29,7 @@ from ckpt_tool.formats._zip.directory import (
     read_directory,
     read_member,
 )
+from ckpt_tool.formats._zip.scan import scan_directory
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.storage.fetch import fetch_all
@@ -126,6 +128,9 @@ def zip_directory(source: Source, path: str) -> tuple[ZipDirectory, Read]:
     try:
         directory = read_directory(window.read, nbytes, where=path, tail_nbytes=_TAIL_NBYTES)
     except FormatError as error:
+        scanned = scan_directory(window.read, nbytes, storage_sizes) if source.is_salvage else None
+        if scanned is not None:
+            return scanned, window.read
         found = salvage_text(window.read, nbytes, where=path)
         if found is None:
             raise
@@ -153,6 +158,9 @@ def _open_zip(source: Source, path: str, nbytes: int) -> TorchFile:
     big_endian = is_big_endian(read, directory, where=path)
     entry = FileEntry(path, nbytes)
     places = {key: _place(read, member, key, entry) for key, member in storage_members(directory).items()}
+    if source.is_salvage:  # what was cut off lies beyond the end, so that its tensors are told as lost
+        lost = {s.key: s.nbytes for s in storages(root) if s.key not in places}
+        places |= {key: StoragePlace(key, entry, nbytes, size) for key, size in lost.items()}
     return TorchFile(path, "zip", root, places, big_endian, directory)
 
 

@@ -12,7 +12,7 @@ from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read
 from ckpt_tool.formats._zip.head import ItemHead, parse_item_head
 
-__all__ = ["salvage_text"]
+__all__ = ["salvage_text", "storage_sizes"]
 
 _FIRST_NBYTES = 64 << 10
 _MAX_NBYTES = 256 << 20
@@ -36,6 +36,15 @@ def salvage_text(read: Read, nbytes: int, *, where: str) -> str | None:
         if length >= min(nbytes, _MAX_NBYTES):
             return f"truncated to {nbytes:,} bytes: it ends before its first storage, so nothing can be salvaged"
         length = min(nbytes, length * 4)
+
+
+def storage_sizes(pickle: bytes) -> dict[str, int]:
+    """Bytes of each storage by its key, as a ``data.pkl`` says.
+
+    Raises:
+        FormatError: it is no whole pickle.
+    """
+    return {storage.key: storage.nbytes for storage in storages(load_pickle(pickle, where="data.pkl"))}
 
 
 def _counted(item: ItemHead, nbytes: int, where: str) -> str | None:

@@ -19,14 +19,16 @@ from ckpt_tool.formats._torch_file.entries import Entries, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings, shared_bytes_findings
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "HfBinReader"]
 
 _INDEX_SUFFIX = ".bin.index.json"
-_NUMBERED = re.compile(r"(?P<stem>.*)-[0-9]{5,}-of-(?P<count>[0-9]{5,})\.bin")
+_MAX_FILES = 100_000
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5,})-of-(?P<count>[0-9]{5,})\.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class HfBinReader(TorchFilesReader):
         indexes = source.listing.match("*" + _INDEX_SUFFIX)
         if len(indexes) == 1:
             return Probe(0.95, f"{indexes[0]} is an index of torch.save files")
+        numbered = _numbered(source.listing) if not indexes else ()
+        if numbered:
+            return Probe(0.7, f"{len(numbered):,} numbered .bin files, without an index")
         return Probe(0.0, f"{len(indexes)} files *{_INDEX_SUFFIX}")
 
     def read(self, source: Source) -> Manifest:
@@ -98,7 +103,10 @@ class HfBinReader(TorchFilesReader):
         assembly.notes += [finding.message for finding in faults]
         lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
         missing = [path for path in found.index.files if path in lost and path not in source.listing]
-        info = {"index": found.index.path, **({"missing_files": missing} if missing else {})}
+        if not found.index.path:
+            missing = _missing_numbers(found)
+            assembly.notes.append(f"no index: the {len(found.files):,} numbered files were taken together")
+        info = {"index": found.index.path or None, **({"missing_files": missing} if missing else {})}
         return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
@@ -111,6 +119,9 @@ class HfBinReader(TorchFilesReader):
 def _contents(source: Source) -> _Contents:
     listing = source.listing
     indexes = listing.match("*" + _INDEX_SUFFIX)
+    numbered = _numbered(listing) if not indexes else ()
+    if numbered:
+        return _without_index(source, numbered)
     if len(indexes) != 1:
         raise FormatError(f"{len(indexes)} files *{_INDEX_SUFFIX}, expected one", where=listing.url)
     index = parse_index(source.read_whole(indexes[0]), indexes[0])
@@ -130,6 +141,37 @@ def _contents(source: Source) -> _Contents:
     return _Contents(index, files, tuple(entries_of(file.root) for file in files), strays)
 
 
+def _numbered(listing: Listing) -> tuple[str, ...]:
+    """Numbered files of one set, at the top; none where there are several sets."""
+    paths = tuple(path for path in listing.match("*.bin") if _family(path))
+    return paths if len({_family(path) for path in paths}) == 1 and listing.entry is None else ()
+
+
+def _without_index(source: Source, paths: tuple[str, ...]) -> _Contents:
+    """What numbered files hold; one tensor may be in one file only, as nothing says which counts."""
+    files = tuple(open_torch_files(source, paths))
+    found = _Contents(Index("", {}, None, ()), files, tuple(entries_of(file.root) for file in files), ())
+    first: dict[str, str] = {}
+    for path, names in found.held().items():
+        for fqn in names:
+            if fqn in first:
+                raise FormatError(
+                    f"{fqn!r} is in {first[fqn]} and in {path}, and no index says which one counts",
+                    where=source.listing.url,
+                )
+            first[fqn] = path
+    return found
+
+
+def _missing_numbers(found: _Contents) -> list[str]:
+    """Files that the names of the others say were there."""
+    numbered = [match for file in found.files if (match := _NUMBERED.fullmatch(file.path))]
+    here = {int(match["number"]) for match in numbered}
+    stem, count = numbered[0]["stem"], numbered[0]["count"]
+    lacking = [number for number in range(1, min(int(count), _MAX_FILES) + 1) if number not in here]
+    return [f"{stem}-{number:0{len(count)}d}-of-{count}.bin" for number in lacking]
+
+
 def _family(path: str) -> str | None:
     """What numbered files (``-00001-of-00003``) of one set have in common."""
     numbered = _NUMBERED.fullmatch(path)
@@ -137,8 +179,13 @@ def _family(path: str) -> str | None:
 
 
 def _index_findings(found: _Contents, source: Source) -> Iterator[Finding]:
+    if not found.index.path:
+        for path in _missing_numbers(found):
+            said = f"{path} is not here, by the numbers in its siblings' names"
+            yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
+        return
     sizes: Mapping[str, int] = source.listing.sizes
-    return contradictions(found.index, found.held(), sizes, found.strays)
+    yield from contradictions(found.index, found.held(), sizes, found.strays)
 
 
 READER = HfBinReader()

@@ -1,0 +1,122 @@
+"""The items of DCP files whose ``.metadata`` is lost: what each holds, without the name that only ``.metadata`` has.
+
+An item is a zip of torch.save of one box, whose header tells type and sizes. Its tensor's name, the tensor's shape and
+the box's place in it are nowhere else; so each item becomes a tensor of its own, named after its file and number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tool.errors import CkptError, NotFound
+from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload
+from ckpt_tool.formats._resolved import ResolvedReader
+from ckpt_tool.formats._zip.head import parse_item_head
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+
+__all__ = ["READER", "SUFFIX", "UnnamedItemsReader"]
+
+SUFFIX = ".distcp"
+_END_RECORD, _DESCRIPTOR = b"PK\x05\x06", b"PK\x07\x08"
+_END_NBYTES, _DESCRIPTOR_NBYTES = 22, 16
+_SEARCHED_NBYTES = 64 << 10
+
+
+class UnnamedItemsReader(ResolvedReader):
+    """Walks every file from item to item: one small request for each, and one more for its end."""
+
+    name = "dcp-items"
+
+    def probe(self, source: Source) -> Probe:
+        """By name; never found by itself."""
+        n = len(source.listing.match(f"*{SUFFIX}"))
+        return Probe(0.0, f"{n:,} files of items, looked at where nothing better is left")
+
+    def read(self, source: Source) -> Manifest:
+        """A tensor for each item that holds one; a file is walked to its first item that is damaged.
+
+        Raises:
+            NotFound: there is no such item.
+        """
+        tensors: list[TensorMeta] = []
+        chunks: list[Chunk] = []
+        notes: list[str] = []
+        paths = [path for path in source.listing.paths if path.endswith(SUFFIX)]
+        heads = ItemHeads()
+        for path in paths:
+            nbytes = source.listing.nbytes(path)
+            reached = 0
+            number = n_objects = 0
+            for start, end, payload in _items(source, path, nbytes, heads):
+                reached = end
+                if payload is None:
+                    n_objects += 1
+                    continue
+                fqn = f"{path}/{number:04d}"
+                number += 1
+                placed = payload.moved(start)
+                tensors.append(TensorMeta(fqn, payload.dtype, payload.shape, "other", (fqn,)))
+                where = FileRange(path, placed.offset, placed.length)
+                chunks.append(Chunk(fqn, Box.whole(payload.shape), where, payload.strides, payload.flags, None))
+            if reached < nbytes:
+                notes.append(f"{path}: from byte {reached:,} of {nbytes:,} on no item can be told")
+            if n_objects:
+                notes.append(f"{path}: {n_objects:,} items are objects, or tensors that only a directory can place")
+        if not tensors:
+            raise NotFound("no item of DCP can be read", where=source.listing.url)
+        table = TensorTable.from_records(tensors)
+        files = FileTable(tuple(FileEntry(path, source.listing.nbytes(path)) for path in paths))
+        notes.insert(0, "names, whole shapes and places stood in .metadata alone: each item is a tensor by itself")
+        return Manifest(
+            self.name, source.listing.url, table, ChunkTable.from_records(chunks, table, files), files,
+            notes=tuple(notes),
+        )  # fmt: skip
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+        """The CRC-32 behind each payload: one small request for each."""
+        for row in range(len(manifest.chunks)):
+            chunk = manifest.chunks.record(row, manifest.tensors, manifest.files)
+            end = chunk.where.end
+            if end + _DESCRIPTOR_NBYTES > source.listing.nbytes(chunk.where.path) or not chunk.where.length:
+                continue
+            behind = source.store.read(chunk.where.path, end, _DESCRIPTOR_NBYTES)
+            size = int.from_bytes(behind[8:12], "little")
+            if behind.startswith(_DESCRIPTOR) and size == chunk.where.length & 0xFFFFFFFF:
+                yield Checksum(chunk.where, int.from_bytes(behind[4:8], "little"), chunk.fqn)
+
+
+def _items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> Iterator[tuple[int, int, Payload | None]]:
+    """Start, end and payload of each item that is wholly there; None for one that is no plain tensor."""
+    at = 0
+    while at < nbytes:
+        head = source.store.read(path, at, min(HEAD_NBYTES, nbytes - at))
+        payload = None
+        try:
+            if parse_item_head(head) is not None:
+                payload = heads.payload(memoryview(head), f"{path}:{at}")
+        except CkptError:
+            payload = None
+        from_ = at if payload is None else at + payload.end
+        if not head.startswith(b"PK\x03\x04") or from_ > nbytes:
+            return
+        end = _end(source, path, from_, nbytes)
+        if end is None:
+            return
+        yield at, end, payload
+        at = end
+
+
+def _end(source: Source, path: str, start: int, nbytes: int) -> int | None:
+    """The byte behind the end record that follows ``start``, and behind the zeros that pad to the next item."""
+    tail = source.store.read(path, start, min(_SEARCHED_NBYTES, nbytes - start))
+    found = tail.find(_END_RECORD)
+    if found < 0 or found + _END_NBYTES > len(tail):
+        return None
+    comment = int.from_bytes(tail[found + 20 : found + 22], "little")
+    return start + found + _END_NBYTES + comment
+
+
+READER = UnnamedItemsReader()
