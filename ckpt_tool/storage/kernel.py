@@ -1,4 +1,4 @@
-"""Two calls of the Linux kernel that Python does not wrap. Elsewhere they report that they are not there."""
+"""Calls of the Linux kernel that Python does not wrap. Elsewhere they report that they are not there."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["exchange", "fallocate"]
+__all__ = ["exchange", "fallocate", "start_writeback"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
 _NOT_HERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENODEV})
 
 
@@ -61,3 +62,10 @@ def exchange(first: str, second: str) -> bool:
     if code in _NOT_HERE:
         return False
     raise OSError(code, os.strerror(code))
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Let the system begin to write a part of a file to the device; a hint, which makes nothing durable."""
+    function = _function("sync_file_range")
+    if function is not None:
+        function(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)

@@ -10,14 +10,14 @@ import errno
 import io
 import os
 import shutil
-import stat
 import threading
 from collections.abc import Sequence
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
-from ckpt_tool.storage.kernel import exchange, fallocate
+from ckpt_tool.storage.kernel import fallocate
+from ckpt_tool.storage.renaming import remove, swap_in, sync_folder
 from ckpt_tool.storage.take_over import copy_range, take_file
 from ckpt_tool.storage.urls import check_path, local_path
 
@@ -185,11 +185,11 @@ class LocalTarget:
             else:
                 self._swap_in()
             if self._durable:
-                _sync_folder(os.path.dirname(self._final))
+                sync_folder(os.path.dirname(self._final))
             self._unlock()
             for leftover in (self._replaced if self._overwrite else None, self.root):
                 if leftover is not None and os.path.lexists(leftover):
-                    _remove(leftover)
+                    remove(leftover)
         except OSError as error:
             raise self._failure(error, "cannot be completed") from error
 
@@ -280,7 +280,7 @@ class LocalTarget:
         self._lock_marker()
         os.write(self._marker_fd, MARKER_TEXT.encode())
         if self._durable:
-            _sync_folder(os.path.dirname(self._final))
+            sync_folder(os.path.dirname(self._final))
 
     def _check_partial(self, *, resume: bool) -> None:
         """Raise unless the partial folder is ours and we are told what to do with it."""
@@ -317,7 +317,7 @@ class LocalTarget:
         """Remove the partial folder, locked until it is gone where the system removes what is open."""
         if _IS_WINDOWS:
             self._unlock()
-        _remove(self.root)
+        remove(self.root)
         self._unlock()
 
     def _swap_in(self) -> None:
@@ -327,16 +327,7 @@ class LocalTarget:
         for name in (JOURNAL_NAME, MARKER_NAME):
             if os.path.lexists(os.path.join(self.root, name)):
                 os.unlink(os.path.join(self.root, name))
-        if not os.path.lexists(self._final):
-            os.rename(self.root, self._final)
-        elif os.path.isdir(self._final) and not os.path.islink(self._final) and not os.listdir(self._final):
-            os.rmdir(self._final)
-            os.rename(self.root, self._final)
-        elif exchange(self.root, self._final):
-            os.rename(self.root, self._replaced)
-        else:
-            os.rename(self._final, self._replaced)
-            os.rename(self.root, self._final)
+        swap_in(self.root, self._final, self._replaced)
 
     def _failure(self, error: OSError, what: str, *, needed: int | None = None) -> CkptError:
         """``error`` as one of ours."""
@@ -359,7 +350,7 @@ def _sync_tree(root: str) -> None:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        _sync_folder(folder)
+        sync_folder(folder)
 
 
 def _open_for_sync(path: str) -> int:
@@ -369,27 +360,6 @@ def _open_for_sync(path: str) -> int:
         return os.open(path, os.O_RDWR | flags)
     except PermissionError:
         return os.open(path, os.O_RDONLY | flags)
-
-
-def _sync_folder(folder: str) -> None:
-    if _IS_WINDOWS:  # folders cannot be opened there
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP}:  # some network file systems do not know it
-            raise
-    finally:
-        os.close(fd)
-
-
-def _remove(path: str) -> None:
-    """Remove a file, a link (not what it points to) or a folder with all that is in it."""
-    if stat.S_ISDIR(os.lstat(path).st_mode):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
 
 
 def _holds_own_folders(folder: str) -> bool:

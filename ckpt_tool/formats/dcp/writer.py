@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+
+import numpy as np
 
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import MetadataPickle, WrittenItem
@@ -18,10 +20,18 @@ from ckpt_tool.formats._dcp.placed_items import (
     written_tensors,
 )
 from ckpt_tool.formats._dcp.written_items import foreign_names, object_item
-from ckpt_tool.formats.base import LaterSegments, LayOut, Segment, WriteRequest
+from ckpt_tool.formats.base import (
+    BoxTable,
+    LaterSegments,
+    LayOut,
+    PlacedObject,
+    RankLayOut,
+    Segment,
+    WriteRequest,
+)
 from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["WRITER", "DcpWriter"]
 
@@ -81,6 +91,50 @@ class DcpWriter:
             seal=lambda crc32s: sealed(placed, crc32s),
         )
 
+    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int) -> RankLayOut:
+        """``__<rank>_0.distcp``: the items of the rank's boxes, behind which its objects go.
+
+        Raises:
+            Unsupported: dtypes that torch cannot hold.
+        """
+        used = np.unique(boxes.tensor.astype(np.int64))
+        own = tensors.take(used)
+        check_dtypes(own)
+        width = own.shape.shape[1]
+        rows = np.searchsorted(used, boxes.tensor).astype(np.int32)
+        columns = BoxTable(rows, boxes.offsets[:, :width], boxes.sizes[:, :width], boxes.rank)
+        files = GrowingFiles()
+        placed = place_boxes(own, columns, files, _path)
+        kinds = list(placed.kinds(np.arange(len(boxes))))
+        path = _path(rank)
+        return RankLayOut(
+            files={path: files.nbytes.get(path, 0)},
+            paths=(path,) * len(boxes),
+            offset=placed.item_offset + placed.head_nbytes,
+            heads=tuple(kind.head for kind in kinds),
+            rear=lambda row, crc32: kinds[row].rear(crc32 if kinds[row].payload_nbytes else 0),
+            object_path=path,
+        )
+
+    def join(self, tensors: TensorTable, boxes: BoxTable) -> Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]:
+        """``.metadata``.
+
+        Raises:
+            LayoutError: two boxes of a tensor begin at the same place.
+        """
+        placed = place_boxes(tensors, boxes, GrowingFiles(), _path)
+        written, chunks = written_tensors(tensors, boxes, placed, _named_paths(tensors))
+        save_id = _save_id(tensors, len(boxes))
+
+        def metadata(objects: Sequence[PlacedObject]) -> tuple[Segment, ...]:
+            items = [
+                (each.fqn, each.path, WrittenItem(each.where.path, each.where.offset, each.where.length))
+                for each in objects
+            ]
+            return (Segment(METADATA_NAME, 0, metadata_pickle(written, chunks, items, save_id=save_id).finished()),)
+
+        return metadata
+
 
 def _place_blobs(request: WriteRequest, files: GrowingFiles) -> list[tuple[Blob, WrittenItem]]:
     """Items of objects, the first of each fqn, at the start of rank 0's file."""
@@ -102,11 +156,19 @@ def _metadata(
     request: WriteRequest, placed: PlacedItems, blobs: list[tuple[Blob, WrittenItem]], files: GrowingFiles
 ) -> MetadataPickle:
     tensors = request.tensors
-    paths: list[KeyPath] = [(fqn,) for fqn in tensors.fqns] if tensors.paths is None else list(tensors.paths)
-    written, chunks = written_tensors(tensors, request.boxes, placed, list(zip(tensors.fqns, paths, strict=True)))
+    written, chunks = written_tensors(tensors, request.boxes, placed, _named_paths(tensors))
     objects = [(blob.fqn, blob.path, item) for blob, item in blobs]
-    digest = hashlib.blake2b(repr((tensors.fqns, sorted(files.nbytes.items()))).encode(), digest_size=16)
-    return metadata_pickle(written, chunks, objects, save_id=str(uuid.UUID(bytes=digest.digest(), version=4)))
+    return metadata_pickle(written, chunks, objects, save_id=_save_id(tensors, sorted(files.nbytes.items())))
+
+
+def _named_paths(tensors: TensorTable) -> list[tuple[str, KeyPath]]:
+    paths: list[KeyPath] = [(fqn,) for fqn in tensors.fqns] if tensors.paths is None else list(tensors.paths)
+    return list(zip(tensors.fqns, paths, strict=True))
+
+
+def _save_id(tensors: TensorTable, of: object) -> str:
+    digest = hashlib.blake2b(repr((tensors.fqns, of)).encode(), digest_size=16)
+    return str(uuid.UUID(bytes=digest.digest(), version=4))
 
 
 def _notes(request: WriteRequest) -> Iterator[str]:

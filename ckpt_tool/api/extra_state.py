@@ -1,0 +1,85 @@
+"""Extra state belongs to one rank each: random states, positions in data, whatever objects a rank wants back.
+
+Saved as objects ``extra_state.<name>@rank<r>`` with a record of how many ranks there were, and what becomes of them
+when another number of ranks loads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, get_args
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.errors import FormatError, UsageError
+from ckpt_tool.manifest.model import KeyPath
+
+__all__ = ["OnResize", "extra_path", "load_extra_state", "world_record"]
+
+OnResize = Literal["keep", "drop", "rank0"]
+"""With another number of ranks: each gets what the rank of its number saved, none gets any, all get rank 0's."""
+
+_ROOT = "extra_state"
+_WORLD = (_ROOT, "world")
+
+
+def extra_path(name: str, rank: int) -> KeyPath:
+    """Where the object ``name`` of a rank is saved."""
+    return (_ROOT, f"{name}@rank{rank}")
+
+
+def world_record(size: int, on_resize: str) -> tuple[KeyPath, dict[str, Any]]:
+    """What is saved once beside the objects of all ranks.
+
+    Raises:
+        UsageError: no such policy.
+    """
+    if on_resize not in get_args(OnResize):
+        raise UsageError(f"on_resize must be one of {', '.join(get_args(OnResize))}, got {on_resize!r}")
+    return _WORLD, {"size": size, "on_resize": on_resize}
+
+
+def load_extra_state(
+    url: str | os.PathLike[str], rank: int, world_size: int, *, trusted: bool = False
+) -> dict[str, Any]:
+    """What `ckpt_tool.save` was given as ``extra_state``, for one rank of a job of ``world_size`` ranks.
+
+    With as many ranks as saved it each gets its own. Otherwise the policy of the save decides (`OnResize`); a rank
+    beyond those that saved gets nothing.
+
+    Args:
+        url: the checkpoint.
+        rank: of the rank that asks.
+        world_size: how many there are now.
+        trusted: let ``torch.load`` make objects of any class, which runs code that the checkpoint names. Otherwise
+            plain values and tensors come back, and anything else is refused.
+
+    Raises:
+        FormatError: objects are there, but no record of how many ranks saved them.
+        UnsafePickle: an object of a class that only ``trusted`` allows.
+    """
+    with open_checkpoint(url) as checkpoint:
+        blobs = checkpoint.manifest.blobs
+        rows = [row for row, blob in enumerate(blobs) if blob.path[:1] == (_ROOT,)]
+        if not rows:
+            return {}
+        loaded = checkpoint.load_blobs([row for row in rows if blobs[row].path == _WORLD])
+        world = next((blob.value for blob in loaded if blob.path == _WORLD), None)
+        if not isinstance(world, dict):
+            raise FormatError("extra state without a record of its ranks", where=os.fspath(url))
+        source = _source(rank, world_size, int(world["size"]), world["on_resize"])
+        mark = f"@rank{source}"
+        own = [blobs[row] for row in rows if source is not None and str(blobs[row].path[-1]).endswith(mark)]
+        data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
+        from ckpt_tool.engine.save.objects import object_of
+
+        names = [str(blob.path[-1]).removesuffix(mark) for blob in own]
+        return {name: object_of(each, trusted=trusted, where=name) for name, each in zip(names, data, strict=True)}
+
+
+def _source(rank: int, world_size: int, saved_size: int, on_resize: str) -> int | None:
+    """The rank whose objects a rank gets."""
+    if on_resize == "rank0":
+        return 0
+    if world_size == saved_size:
+        return rank
+    return rank if on_resize == "keep" and rank < saved_size else None

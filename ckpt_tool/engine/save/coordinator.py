@@ -1,0 +1,116 @@
+"""The coordinator is the process at the root of the control tree: it assigns boxes to ranks, and ends a save.
+
+It remembers what it assigned under each rank's structure, so that a save of known structures needs no planning. Pure
+but for the target that it is given to commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.engine.save.assignment import Assigned, GlobalState, assign
+from ckpt_tool.engine.save.columns import HeldState, Names, fqn_of
+from ckpt_tool.engine.save.rounds import Report
+from ckpt_tool.errors import CkptError, LayoutError, StorageError
+from ckpt_tool.formats.base import JointWriter, PlacedObject, Segment
+from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.shared_folder import SharedTarget
+
+__all__ = ["Coordinator", "Stale"]
+
+_MAX_JOINS = 4
+
+
+class Stale(CkptError):
+    """What ranks remember does not fit together any more; they must forget it and plan anew."""
+
+
+class Coordinator:
+    """Plans and commits for all ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._names: dict[str, Names] = {}
+        self._assigned: dict[tuple[int, str], Assigned] = {}
+        self._joins: OrderedDict[bytes, Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]] = OrderedDict()
+
+    def forget(self) -> None:
+        """Let go of all assignments."""
+        self._assigned.clear()
+        self._joins.clear()
+
+    def plan(self, report: Report) -> dict[int, Assigned]:
+        """What each planning rank writes.
+
+        Raises:
+            LayoutError: ranks disagree about a tensor.
+            CoverageError: together they do not have the whole of each tensor.
+            Stale: a rank has written what it was assigned in a forgotten plan.
+        """
+        for digest, data in report.names.items():
+            if digest not in self._names:
+                self._names[digest] = Names.decoded(data)
+        planning = {
+            rank: HeldState.decoded(self._names[entry.names], entry.boxes) for rank, entry in report.plans.items()
+        }
+        written = {int(entry["rank"]): self._known(entry) for entry in report.done}
+        _, assigned = assign(planning, written, self._size)
+        for rank, entry in report.plans.items():
+            self._assigned[rank, entry.key] = assigned[rank]
+        return {rank: assigned[rank] for rank in planning}
+
+    def commit(self, report: Report, target: SharedTarget, writer: JointWriter) -> int:
+        """Make the files of all ranks one checkpoint; returns its bytes.
+
+        Raises:
+            LayoutError: ranks have saved to different places.
+            CoverageError: together they have not written the whole of each tensor.
+            StorageError: the storage failed.
+        """
+        entries = sorted(report.done, key=lambda entry: int(entry["rank"]))
+        if [entry["rank"] for entry in entries] != list(range(self._size)):
+            raise StorageError(f"expected word from {self._size:,} ranks, got {len(entries):,}")
+        places = {entry["url"]: entry["rank"] for entry in reversed(entries)}
+        if len(places) > 1:
+            told = ", ".join(f"rank {rank} to {url}" for url, rank in sorted(places.items(), key=lambda each: each[1]))
+            raise LayoutError(f"ranks save to different places: {told}")
+        files = {path: int(nbytes) for entry in entries for path, nbytes in entry["files"].items()}
+        last = self._joined(entries, writer)(list(self._objects(entries)))
+        target.commit(files, [(segment.path, segment.data) for segment in last])
+        return sum(files.values()) + sum(len(segment.data) for segment in last)
+
+    def _known(self, entry: Mapping[str, Any]) -> Assigned:
+        found = self._assigned.get((int(entry["rank"]), str(entry["key"])))
+        if found is None:
+            raise Stale(f"rank {entry['rank']} has written by a plan that is not known here")
+        return found
+
+    def _joined(
+        self, entries: Sequence[Mapping[str, Any]], writer: JointWriter
+    ) -> Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]:
+        """What joins the parts of these structures; made once for each combination of them."""
+        text = "\n".join([writer.name, *(str(entry["key"]) for entry in entries)])
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        found = self._joins.get(key)
+        if found is None:
+            parts = {int(entry["rank"]): self._known(entry) for entry in entries}
+            together = GlobalState({rank: each.held for rank, each in parts.items()})
+            boxes = together.boxes({rank: (each.held, each.rows) for rank, each in parts.items()})
+            together.check(boxes)
+            found = self._joins[key] = writer.join(together.tensors, boxes)
+            if len(self._joins) > _MAX_JOINS:
+                self._joins.popitem(last=False)
+        return found
+
+    def _objects(self, entries: Sequence[Mapping[str, Any]]) -> list[PlacedObject]:
+        placed: dict[str, PlacedObject] = {}
+        for entry in entries:
+            known = self._known(entry)
+            for row, (path, offset, length) in zip(known.objects, entry["objects"], strict=True):
+                keys = known.held.names.objects[row]
+                fqn = fqn_of(keys)
+                placed.setdefault(fqn, PlacedObject(fqn, keys, FileRange(path, offset, length)))
+        return list(placed.values())

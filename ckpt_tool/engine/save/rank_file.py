@@ -1,0 +1,189 @@
+"""One rank's files are written from its staged memory: head, payload and rear of each box, front to back, once.
+
+Payload goes from the arena to the file system without a copy, unless a tensor was staged in an order of memory that is
+not row-major. Checksums run one block ahead in a thread of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tool.checksum import crc32
+from ckpt_tool.engine.save.arena import StagedBox
+from ckpt_tool.errors import StorageError
+from ckpt_tool.formats.base import RankLayOut
+from ckpt_tool.storage.shared_folder import SharedFile, SharedTarget
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Cancelled", "WrittenFiles", "write_rank_files"]
+
+BLOCK_NBYTES = 8 << 20
+
+
+class Cancelled(Exception):
+    """The save was given up while this rank was writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """What one rank wrote."""
+
+    files: dict[str, int]
+    """Path and size of each file, objects included."""
+    objects: tuple[tuple[str, int, int], ...]
+    """Path, offset and length of each object."""
+    payload_nbytes: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """A stretch of a file: payload with its checksums under way."""
+
+    path: str
+    pieces: list[tuple[int, memoryview, bool, bool]]
+    """Row of the box, its bytes, whether they are the first and the last ones of it."""
+    nbytes: int = 0
+
+
+def write_rank_files(
+    target: SharedTarget,
+    layout: RankLayOut,
+    boxes: Sequence[StagedBox],
+    memory: memoryview,
+    objects: Sequence[bytes],
+    *,
+    is_cancelled: Callable[[], bool],
+) -> WrittenFiles:
+    """Write and make durable all files of a rank.
+
+    Args:
+        target: where they go.
+        layout: what lies around the boxes.
+        boxes: where each box of the layout is staged.
+        memory: the arena.
+        objects: whole items.
+        is_cancelled: asked between blocks.
+
+    Raises:
+        StorageError: the storage failed.
+        Cancelled: ``is_cancelled`` said so.
+    """
+    files = dict(layout.files)
+    end = files.get(layout.object_path, 0)
+    placed = []
+    for data in objects:
+        placed.append((layout.object_path, end, len(data)))
+        end += len(data)
+    if objects or layout.object_path in files:
+        files[layout.object_path] = end
+    with _Open(target, files) as opened, ThreadPoolExecutor(1) as checker:
+        sums = [0] * len(boxes)
+        blocks = _blocks(layout, boxes, memory)
+        block = next(blocks, None)
+        checked = checker.submit(_check, block, sums)
+        while block is not None:
+            checked.result()
+            following = next(blocks, None)
+            checked = checker.submit(_check, following, sums)
+            if is_cancelled():
+                raise Cancelled
+            opened.file(block.path).write(list(_buffers(block, layout, sums)))
+            block = following
+        if objects:
+            opened.file(layout.object_path).write([memoryview(data) for data in objects])
+        opened.finish()
+    return WrittenFiles(files, tuple(placed), sum(box.nbytes for box in boxes))
+
+
+class _Open:
+    """Files of one rank, in the making."""
+
+    def __init__(self, target: SharedTarget, files: dict[str, int]) -> None:
+        self._target = target
+        self._nbytes = files
+        self._files: dict[str, SharedFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.abandon()
+
+    def file(self, path: str) -> SharedFile:
+        if path not in self._files:
+            if path not in self._nbytes:
+                raise StorageError("the layout has no such file", where=path)
+            self._files[path] = self._target.create(path, self._nbytes[path])
+        return self._files[path]
+
+    def finish(self) -> None:
+        for path in self._nbytes:
+            self.file(path).finish()
+
+
+def _blocks(layout: RankLayOut, boxes: Sequence[StagedBox], memory: memoryview) -> Iterator[_Block]:
+    """Payload in order of rows, in blocks of about `BLOCK_NBYTES` of one file each."""
+    block: _Block | None = None
+    for row, box in enumerate(boxes):
+        path = layout.paths[row]
+        if block is not None and block.path != path:
+            yield block
+            block = None
+        pieces = list(_payload(box, memory))
+        for number, piece in enumerate(pieces):
+            if block is None:
+                block = _Block(path, [])
+            block.pieces.append((row, piece, number == 0, number == len(pieces) - 1))
+            block.nbytes += piece.nbytes
+            if block.nbytes >= BLOCK_NBYTES or len(block.pieces) >= 4096:
+                yield block
+                block = None
+    if block is not None:
+        yield block
+
+
+def _payload(box: StagedBox, memory: memoryview) -> Iterator[memoryview]:
+    """The box's packed bytes, in pieces of at most a block where they lie packed already."""
+    if box.strides is None:
+        end = box.offset + box.nbytes
+        for start in range(box.offset, max(end, box.offset + 1), BLOCK_NBYTES):
+            yield memory[start : min(start + BLOCK_NBYTES, end)]
+        return
+    elements = np.frombuffer(memory, dtype=f"V{box.itemsize}", count=box.nbytes // box.itemsize, offset=box.offset)
+    view = np.lib.stride_tricks.as_strided(
+        elements, box.sizes, [stride * box.itemsize for stride in box.strides], writeable=False
+    )
+    bits = view.view(_bits(box.itemsize))
+    n = max(1, BLOCK_NBYTES // max(1, prod(box.sizes[1:]) * box.itemsize))
+    for first in range(0, box.sizes[0], n):
+        yield np.ascontiguousarray(bits[first : first + n]).reshape(-1).view(np.uint8).data
+
+
+def _bits(itemsize: int) -> npt.DTypeLike:
+    return {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[itemsize]
+
+
+def _check(block: _Block | None, sums: list[int]) -> None:
+    if block is not None:
+        for row, piece, _, _ in block.pieces:
+            sums[row] = crc32(piece, sums[row])
+
+
+def _buffers(block: _Block, layout: RankLayOut, sums: Sequence[int]) -> Iterator[memoryview]:
+    for row, piece, is_first, is_last in block.pieces:
+        if is_first:
+            yield memoryview(layout.heads[row])
+        if piece.nbytes:
+            yield piece
+        if is_last:
+            yield memoryview(layout.rear(row, sums[row]))

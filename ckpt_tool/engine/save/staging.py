@@ -1,0 +1,127 @@
+"""Staging copies what a rank holds into an arena, in one fused call, each tensor in the order of its own memory.
+
+On a CUDA device the copies run on a stream of their own into pinned memory, and ``wait`` waits for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_tool.engine.save.arena import Arena, arrange
+from ckpt_tool.engine.save.columns import HeldState, Names
+from ckpt_tool.engine.save.commands import Structure
+from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.manifest.tables import IntArray
+
+__all__ = ["Stager", "dense_strides", "structure_of"]
+
+_COPIED = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+    | {torch.int8, torch.int16, torch.complex64, torch.complex128}
+)
+"""Types that every copy kernel knows; others are copied as integers of their width."""
+_BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def structure_of(
+    tensors: Sequence[tuple[KeyPath, str, tuple[int, ...]]],
+    boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    views: Sequence[torch.Tensor],
+    objects: Sequence[KeyPath],
+) -> Structure:
+    """The columns of what a rank holds, with a fingerprint of all of them.
+
+    Args:
+        tensors: path, dtype and global shape of each tensor.
+        boxes: row of ``tensors``, offsets and sizes of each box.
+        views: its elements.
+        objects: path of each object.
+    """
+    names = Names(
+        tuple(path for path, _, _ in tensors),
+        tuple(dtype for _, dtype, _ in tensors),
+        tuple(shape for _, _, shape in tensors),
+        tuple(objects),
+    )
+    held = HeldState.of(names, [row for row, _, _ in boxes], [(start, extent) for _, start, extent in boxes])
+    strides = {row: each for row, view in enumerate(views) if (each := dense_strides(view)) is not None}
+    encoded = names.encoded()
+    digest = hashlib.blake2b(encoded, digest_size=16)
+    digest.update(held.encoded())
+    digest.update(repr(sorted(strides.items())).encode())
+    return Structure(digest.hexdigest(), held, encoded, strides)
+
+
+def dense_strides(view: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides in which ``view`` is copied front to back; None for row-major order, also where it has gaps.
+
+    >>> dense_strides(torch.zeros(2, 3).t()), dense_strides(torch.zeros(4, 4)[:, :2])
+    ((1, 3), None)
+    """
+    if view.is_contiguous():
+        return None
+    expected = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return None
+        expected *= size
+    return tuple(view.stride())
+
+
+class Stager:
+    """Places for the same boxes in one arena, made ready once; holds no tensor of the state between two copies."""
+
+    def __init__(
+        self, views: Sequence[torch.Tensor], structure: Structure, rows: IntArray | None, arena: Arena
+    ) -> None:
+        held = structure.held
+        wanted = np.arange(len(held)) if rows is None else rows
+        offsets, self.nbytes = arrange(held.nbytes[wanted])
+        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        self._rows: list[int] = []
+        self._targets: list[torch.Tensor] = []
+        for row, offset in zip(wanted.tolist(), offsets.tolist(), strict=True):
+            source = views[row]
+            if not source.numel():
+                continue
+            kind = source.dtype if source.dtype in _COPIED else _BY_WIDTH[source.element_size()]
+            flat = memory[offset : offset + source.numel() * source.element_size()].view(kind)
+            strides = structure.strides.get(row)
+            self._rows.append(row)
+            self._targets.append(flat.view(source.shape) if strides is None else flat.as_strided(source.shape, strides))
+        self._event: Any = None
+        self._held: list[torch.Tensor] = []
+
+    def start(self, views: Sequence[torch.Tensor]) -> None:
+        """Copy ``views``, one per box of the structure; on a CUDA device the copies are only begun."""
+        if not self._rows:
+            return
+        sources = [views[row] for row in self._rows]
+        sources = [source if source.dtype in _COPIED and not source.is_conj() else _bits(source) for source in sources]
+        with torch.no_grad():
+            if not any(source.is_cuda for source in sources):
+                torch._foreach_copy_(self._targets, sources)
+                return
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch._foreach_copy_(self._targets, sources, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record(stream)
+            self._held = sources  # their memory is not to be used again before the copies end
+
+    def wait(self) -> None:
+        """Return when the copies are there."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event, self._held = None, []
+
+
+def _bits(source: torch.Tensor) -> torch.Tensor:
+    source = source.resolve_conj()
+    return source if source.dtype in _COPIED else source.view(_BY_WIDTH[source.element_size()])

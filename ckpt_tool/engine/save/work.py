@@ -1,0 +1,153 @@
+"""The work of one save in a writer process: lay out, write, commit, discard; each runs in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+from ckpt_tool.engine.save.arena import Arena
+from ckpt_tool.engine.save.assignment import Assigned, GlobalState
+from ckpt_tool.engine.save.commands import SaveCommand, Structure
+from ckpt_tool.engine.save.coordinator import Coordinator
+from ckpt_tool.engine.save.rank_file import write_rank_files
+from ckpt_tool.engine.save.rounds import Report
+from ckpt_tool.errors import StorageError, Unsupported
+from ckpt_tool.formats.base import JointWriter, RankLayOut
+from ckpt_tool.formats.registry import writer
+from ckpt_tool.storage.shared_folder import SharedTarget, open_shared
+
+__all__ = ["Layouts", "Work"]
+
+Layouts = MutableMapping[tuple[str, str], RankLayOut]
+"""What one rank writes, by format and structure."""
+
+
+class Work:
+    """One save of one rank."""
+
+    def __init__(self, command: SaveCommand, rank: int, token: str, arena: Arena | None, layouts: Layouts) -> None:
+        self._command = command
+        self._rank = rank
+        self._token = token
+        self._arena = arena
+        self._layouts = layouts
+        self._is_given_up = threading.Event()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._thread_id = 0
+        self._is_urgent = command.is_urgent
+        self._operations: list[list[Any]] = []
+
+    def write(self, structure: Structure, assigned: Assigned) -> dict[str, Any]:
+        """Write this rank's part and make it durable; returns what the root needs to know of it.
+
+        Raises:
+            StorageError: the storage failed.
+            Cancelled: another rank's failure has ended the save.
+        """
+        command, arena = self._command, self._arena
+        if arena is None:
+            raise StorageError("the staged memory is not there")
+        self._is_idle.clear()
+        try:
+            self._lower_priority()
+            target = self._target
+            target.check()
+            with self._operation("lay out", assigned.nbytes):
+                layout = self._layout(structure, assigned)
+            objects = list(command.objects)
+            if not command.is_partial:
+                objects = [objects[row] for row in assigned.objects]
+            boxes = structure.staged(assigned.rows if command.is_partial else None, assigned.rows)
+            with self._operation("write", assigned.nbytes):
+                written = write_rank_files(
+                    target, layout, boxes, arena.memory, objects, is_cancelled=self._is_given_up.is_set
+                )
+        finally:
+            self._is_idle.set()
+        return {
+            "key": command.key, "url": command.url, "files": written.files, "objects": written.objects,
+            "payload_nbytes": written.payload_nbytes, "operations": self._taken(),
+        }  # fmt: skip
+
+    def commit(self, coordinator: Coordinator, report: Report) -> dict[str, Any]:
+        """As the root: make everybody's files a checkpoint.
+
+        Raises:
+            CkptError: see `Coordinator.commit`.
+        """
+        with self._operation("commit", 0):
+            nbytes = coordinator.commit(report, self._target, joint_writer(self._command.format))
+        return {"nbytes": nbytes, "operations": self._taken()}
+
+    def give_up(self) -> None:
+        """Let ``write`` stop at the next block."""
+        self._is_given_up.set()
+
+    def discard(self) -> None:
+        """Remove what was written, once nothing is being written by this process any more."""
+        self._is_idle.wait()
+        with suppress(Exception):
+            self._target.discard()
+
+    def hurry(self) -> None:
+        """Somebody waits: write at the priority of other work, where the system allows to go back to it."""
+        self._is_urgent = True
+        if self._thread_id:
+            _set_policy(self._thread_id, "SCHED_OTHER")
+
+    def _lower_priority(self) -> None:
+        """Leave the processors to training while nobody waits."""
+        if not self._is_urgent:
+            self._thread_id = threading.get_native_id()
+            _set_policy(self._thread_id, "SCHED_IDLE")
+
+    @cached_property
+    def _target(self) -> SharedTarget:
+        command = self._command
+        return open_shared(command.url, self._token, overwrite=command.overwrite, durable=command.durable)
+
+    def _layout(self, structure: Structure, assigned: Assigned) -> RankLayOut:
+        key = (self._command.format, structure.key)
+        found = self._layouts.get(key)
+        if found is None:
+            state = GlobalState({self._rank: assigned.held})
+            boxes = state.boxes({self._rank: (assigned.held, assigned.rows)})
+            found = joint_writer(self._command.format).lay_out_rank(state.tensors, boxes, self._rank)
+            self._layouts[key] = found
+        return found
+
+    @contextmanager
+    def _operation(self, name: str, nbytes: int) -> Iterator[None]:
+        start, begun = time.time(), time.perf_counter()
+        yield
+        self._operations.append([name, nbytes, start, time.perf_counter() - begun])
+
+    def _taken(self) -> list[list[Any]]:
+        operations, self._operations = self._operations, []
+        return operations
+
+
+def _set_policy(thread_id: int, policy: str) -> None:
+    """Schedule a thread otherwise, where the system has such a policy and allows it."""
+    if hasattr(os, policy):
+        with suppress(OSError):
+            os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
+
+
+def joint_writer(name: str) -> JointWriter:
+    """The writer called ``name``, which ranks can use together.
+
+    Raises:
+        UsageError: no such writer.
+        Unsupported: it lays a checkpoint out as a whole only.
+    """
+    found = writer(name)
+    if not isinstance(found, JointWriter):  # a protocol, checked by its methods
+        raise Unsupported(f"{name} cannot be written by ranks together", hint='save as "dcp", then run ckpt export')
+    return found

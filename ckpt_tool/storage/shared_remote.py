@@ -1,0 +1,111 @@
+"""A remote folder that several processes write together, each its own files, front to back.
+
+Object stores know no rename: files get their final names at once, and the one that makes them a checkpoint is uploaded
+last. A checkpoint that is there already cannot be replaced in one step, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fsspec.spec import AbstractBufferedFile
+
+from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists
+from ckpt_tool.storage.remote import attempt, open_remote, retried, shown
+from ckpt_tool.storage.urls import check_path, join_url
+
+__all__ = ["SharedRemote"]
+
+_BLOCK_BYTES = 16 << 20
+_MAX_PARTS = 10_000
+_COMMIT_NAME = ".metadata"
+
+
+class SharedRemote:
+    """A folder below a URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = shown(url)
+        self._fs, root = open_remote(url)
+        self._root = root.rstrip("/")
+        self._written: list[str] = []
+
+    def check(self) -> None:
+        """Raise when a checkpoint is there: one request.
+
+        Raises:
+            TargetExists: it has its last file.
+        """
+        key = f"{self._root}/{_COMMIT_NAME}"
+        if retried(lambda: self._fs.exists(key), where=join_url(self.url, _COMMIT_NAME)):
+            hint = "choose another name, or delete it: object stores cannot replace a folder in one step"
+            raise TargetExists("a checkpoint is there already", where=self.url, hint=hint)
+
+    def create(self, path: str, nbytes: int) -> RemoteFile:
+        """A file in the making; it becomes visible when it is finished."""
+        key = f"{self._root}/{check_path(path, root=self.url)}"
+        where = join_url(self.url, path)
+        block_bytes = max(_BLOCK_BYTES, -(-nbytes // (_MAX_PARTS - 1)))
+        handle = attempt(lambda: self._fs.open(key, "wb", block_size=block_bytes), where=where)
+        self._written.append(key)
+        return RemoteFile(handle, where, nbytes)
+
+    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]]) -> None:
+        """Check that all files are there, then upload the last ones, in order.
+
+        Raises:
+            StorageError: a file is not there or has another size; the storage refused.
+        """
+        self._fs.invalidate_cache()
+        listed = retried(lambda: self._fs.find(self._root, detail=True), where=self.url)
+        for path, nbytes in files.items():
+            found = listed.get(f"{self._root}/{path}", {}).get("size")
+            if found != nbytes:
+                got = "nothing" if found is None else f"{found:,}"
+                raise StorageError(f"expected {nbytes:,} bytes, got {got}", where=join_url(self.url, path))
+        for path, data in last:
+            key = f"{self._root}/{check_path(path, root=self.url)}"
+            retried(partial(self._fs.pipe_file, key, data), where=join_url(self.url, path))
+        self._fs.invalidate_cache()
+
+    def discard(self) -> None:
+        """Delete what this process has uploaded, as far as the storage still answers."""
+        for key in self._written:
+            with suppress(NotFound, CkptError):
+                attempt(partial(self._fs.rm_file, key), where=self.url)
+
+
+class RemoteFile:
+    """One upload."""
+
+    def __init__(self, handle: Any, where: str, nbytes: int) -> None:
+        self._handle = handle
+        self._where = where
+        self._nbytes = nbytes
+        self._position = 0
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Append; the client sends a part whenever it has a block."""
+        for buffer in buffers:
+            attempt(partial(self._handle.write, buffer), where=self._where)
+            self._position += buffer.nbytes
+
+    def finish(self) -> None:
+        """Complete the upload."""
+        if self._position != self._nbytes:
+            raise StorageError(f"expected {self._nbytes:,} bytes, got {self._position:,}", where=self._where)
+        handle, self._handle = self._handle, None
+        attempt(handle.close, where=self._where)
+
+    def abandon(self) -> None:
+        """Abort the upload, if it is not complete."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with suppress(CkptError, AttributeError):  # a file class without discard
+            attempt(handle.discard, where=self._where)
+        if isinstance(handle, AbstractBufferedFile):
+            handle.closed = True  # or the collector would close it, and thereby complete the upload
