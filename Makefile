@@ -5,6 +5,7 @@
 #   make check   lint and types only
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
+#   make test-job  saving in jobs of one to four ranks, loading in one to four others
 #   make bench   the measurements
 #   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
 #   make clean   remove what the others made
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench fuzz test-deepspeed test-megatron clean
+.PHONY: demo test check bench fuzz test-deepspeed test-megatron clean test-job
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -62,6 +63,11 @@ $(PEERS)/.installed:
 test-megatron: $(INSTALLED) $(PEERS)/.installed
 	CKPT_PEER_MEGATRON="$(CURDIR)/$(PEERS)/bin/python" CKPT_PEER_TRANSFORMERS="$(CURDIR)/$(PEERS)/bin/python" \
 	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py tests/consumers/test_hf_names.py
+
+test-job: $(INSTALLED)
+	for size in 1 2 3 4; do \
+	  CKPT_JOB_SAVING=1,2,3,4 CKPT_JOB_LOADING=$$size $(BIN)/pytest tests/job/test_save.py || exit 1; \
+	done
 
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench
