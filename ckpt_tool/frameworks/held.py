@@ -14,6 +14,7 @@ import torch
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.frameworks.boxes import Part, tensor_leaf
+from ckpt_tool.frameworks.dtensor import Known
 from ckpt_tool.manifest.model import KeyPath
 
 __all__ = ["Held", "HeldTensor", "held_values"]
@@ -50,7 +51,8 @@ def held_values(state: Any) -> Held:
         LayoutError: a local tensor is not of the size that its placement gives.
     """
     held = Held()
-    _visit((), state, held)
+    with torch.no_grad():
+        _visit((), state, held, {})
     seen: set[str] = set()
     for path in [*(tensor.path for tensor in held.tensors), *(path for path, _ in held.values)]:
         name = ".".join(map(str, path))
@@ -62,20 +64,20 @@ def held_values(state: Any) -> Held:
     return held
 
 
-def _visit(path: KeyPath, value: Any, held: Held) -> None:
-    leaf = tensor_leaf(path, value)
+def _visit(path: KeyPath, value: Any, held: Held, known: Known) -> None:
+    leaf = tensor_leaf(path, value, known)
     if leaf is not None:
         is_empty = 0 in leaf.shape
         parts = tuple(part for part in leaf.parts if part.box.volume or (is_empty and part is leaf.parts[0]))
         held.tensors.append(HeldTensor(path, leaf.dtype.name, leaf.shape, parts))
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            _visit((*path, str(key)), each, held)
+            _visit((*path, str(key)), each, held, known)
     elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        _visit(path, value.state_dict(), held)
+        _visit(path, value.state_dict(), held, known)
     elif isinstance(value, list) and _has_structure(value):
         for position, each in enumerate(value):
-            _visit((*path, position), each, held)
+            _visit((*path, position), each, held, known)
     else:
         held.values.append((path, value))
 

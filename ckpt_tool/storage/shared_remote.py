@@ -14,7 +14,8 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists
-from ckpt_tool.storage.remote import attempt, open_remote, retried, shown
+from ckpt_tool.storage.remote import open_remote
+from ckpt_tool.storage.retry import attempt, retried, shown
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["SharedRemote"]
