@@ -6,7 +6,7 @@ __all__ = ["RECOGNISED"]
 
 RECOGNISED = {
     "bytecheckpoint": "model/.metadata, or a tracker beside global_step_<N>",
-    "megatron-dist": "metadata.json with sharded_backend torch_dist, here or in an iteration's folder",
+    "megatron-dist": "metadata.json with sharded_backend torch_dist, here, in an iteration's folder or NeMo's weights/",
     "megatron-zarr": "metadata.json with sharded_backend zarr",
     "megatron-legacy": "mp_rank_*/model_optim_rng.pt",
     "orbax": "manifest.ocdbt, or _CHECKPOINT_METADATA beside folders of zarr arrays",

@@ -9,6 +9,7 @@ from ckpt_tool.errors import NotFound
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.store import Listing, Store
+from ckpt_tool.storage.tar import SUFFIXES, open_tar
 from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of
 
 __all__ = ["is_local", "join_url", "local_path", "open_payload", "open_store"]
@@ -21,7 +22,8 @@ def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
     """The store of ``url`` with its listing.
 
     A folder is listed with all that is below it; for a file the store is that of its folder and the listing has the
-    file as ``entry``, with its siblings. Costs one listing, and for a URL one request more.
+    file as ``entry``, with its siblings. A tar archive (``.tar``, ``.nemo``) is a folder of its members. Costs one
+    listing, and for a URL one request more.
 
     Raises:
         NotFound: nothing is there; the hint names what is beside it.
@@ -32,7 +34,7 @@ def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
 
 
 def open_payload(url: str | os.PathLike[str]) -> Store:
-    """As `open_store`, for who knows already what lies there: nothing is listed.
+    """As `open_store`, for who knows already what lies there: nothing is listed, but for an archive.
 
     Raises:
         NotFound: nothing is there; the hint names what is beside it.
@@ -40,7 +42,7 @@ def open_payload(url: str | os.PathLike[str]) -> Store:
     """
     text = os.fspath(url)
     if not is_local(text):
-        return _open_remote(text)
+        return _looked_into(_open_remote(text), text)
     path = local_path(text) or "."
     if not os.path.exists(path):
         raise NotFound("no such file or folder", where=text, hint=_hint(path))
@@ -48,7 +50,14 @@ def open_payload(url: str | os.PathLike[str]) -> Store:
         root = path.rstrip(os.sep + (os.altsep or "")) or path
         return LocalStore(root)
     folder, name = os.path.split(path)
-    return LocalStore(folder or ".", entry=name)
+    return _looked_into(LocalStore(folder or ".", entry=name), name)
+
+
+def _looked_into(store: Store, name: str) -> Store:
+    """The store itself, or the archive that the file is which was named."""
+    if not name.endswith(SUFFIXES):
+        return store
+    return open_tar(store, store.listing()) or store
 
 
 def _open_remote(url: str) -> Store:

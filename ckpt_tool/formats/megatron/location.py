@@ -22,6 +22,9 @@ _ITERATION = re.compile(r"iter_(\d{7,})|release")
 _MAX_TRACKER_NBYTES = 64
 _SHOWN = 8
 
+_NEMO = {"weights": "NeMo 2", "model_weights": "a .nemo archive"}
+"""Folders of NeMo, and who writes them."""
+
 IsComplete = Callable[[Iterable[str]], bool]
 """Whether file names, relative to an iteration's folder, are those of a complete checkpoint."""
 
@@ -69,8 +72,10 @@ def places_below(folder: str) -> Iterator[None]:
 def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], bool]) -> Location | None:
     """The iteration to read; None when there is none of this format.
 
-    At the root itself, or in its ``weights`` folder (NeMo 2); else the one that the tracker names, or without a tracker
-    the newest complete one. Costs one request for the tracker where there is one.
+    At the root itself, or in its ``weights`` folder (NeMo 2) or ``model_weights`` (.nemo archives); else the one that
+    the tracker names, or without a tracker the newest complete one.
+
+    Costs one request for the tracker where there is one.
 
     Args:
         source: what the user named.
@@ -86,9 +91,10 @@ def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], boo
         return None
     if is_complete(path for path in listing.sizes):
         return Location("")
-    weights = [path.removeprefix("weights/") for path in listing.sizes if path.startswith("weights/")]
-    if is_complete(weights):
-        return Location("weights", ("the weights lie in the folder 'weights', as NeMo 2 writes them",))
+    for folder, writer in _NEMO.items():
+        inside = [path.removeprefix(f"{folder}/") for path in listing.sizes if path.startswith(f"{folder}/")]
+        if is_complete(inside):
+            return Location(folder, (f"the weights lie in the folder {folder!r}, as {writer} writes them",))
     if not any(is_ours(path) for path in listing.sizes):
         return None
     found = iterations(listing.sizes)
