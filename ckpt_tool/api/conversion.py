@@ -112,7 +112,8 @@ class Conversion:
     @property
     def peak_memory_bytes(self) -> int:
         """Most bytes that the buffers of a run will use."""
-        ahead = min(self.checkpoint.store.cost.read_ahead_bytes, self.execution.memory_budget_bytes // 4)
+        cost, nbytes = self.checkpoint.store.cost, self.plan.stats.read_nbytes
+        ahead = min(cost.read_ahead_bytes, self.execution.memory_budget_bytes // 4, nbytes)
         return _buffer_bytes(self.plan, self.execution.n_workers) + ahead
 
     def summary(self) -> dict[str, Any]:

@@ -217,14 +217,15 @@ class _Comparison:
             return [_uncompared(a, b, pair) for pair in pairs]
         reads_a, reads_b = plan_reads(a, tiles.a), plan_reads(b, tiles.b)
         store_a, store_b = self._a.store, self._b.store
+        ahead_bytes = self._budget_bytes // 8 // max(n_workers, 1)
         return compare_tiles(
             a,
             b,
             pairs,
             tiles,
             open_readers=lambda: (
-                TileReader(a, tiles.a, reads_a, store_a),
-                TileReader(b, tiles.b, reads_b, store_b),
+                TileReader(a, tiles.a, reads_a, store_a, ahead_bytes=ahead_bytes, n_workers=n_workers),
+                TileReader(b, tiles.b, reads_b, store_b, ahead_bytes=ahead_bytes, n_workers=n_workers),
             ),
             probe_budget_bytes=self._budget_bytes // 8,
             n_workers=n_workers,

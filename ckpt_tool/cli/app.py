@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckpt_tool.cli.failures import interruptions, reported
+from ckpt_tool.cli.traffic import traffic_shown
 from ckpt_tool.errors import UsageError
 
 __all__ = ["COMMANDS", "app", "main", "run"]
@@ -63,7 +64,7 @@ class Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *others: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run with the given arguments and exit with the status."""
         arguments = list(sys.argv[1:] if args is None else args)
-        with reported(as_json="--json" in arguments):
+        with reported(as_json="--json" in arguments), traffic_shown(arguments):
             status = super().main(arguments, *others, **{**extra, "standalone_mode": False})
             if not standalone_mode:
                 return status

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
+from ckpt_tool.api.traffic import current_traffic
 from ckpt_tool.cli.text import Line, Span, harmless, paint, plain, wrap
 from ckpt_tool.errors import UsageError
 
@@ -102,9 +103,11 @@ class Output:
             write_lines(lines, sys.stdout)
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """Print a document as the result, when a program reads it."""
+        """Print a document as the result, when a program reads it; ``traffic`` is in it where storage was remote."""
         if self.mode == "json":
-            sys.stdout.writelines(document(value))
+            traffic = current_traffic()
+            extra = {"traffic": traffic.to_json()} if traffic.n_requests else {}
+            sys.stdout.writelines(document({**value, **extra}))
             sys.stdout.write("\n")
 
     def values(self, values: Iterable[str]) -> None:

@@ -7,7 +7,8 @@ Knows no file and no format: whoever calls hands over something that reads tiles
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +42,10 @@ class Pair:
 
 class TileSource(Protocol):
     """Reads the tiles of one side; for one thread."""
+
+    def ahead(self, tiles: Iterable[int]) -> AbstractContextManager[None]:
+        """A block in which these tiles will be read in this order."""
+        ...
 
     def read(self, tile: int) -> npt.NDArray[Any]:
         """The raw elements of a tile, contiguous; valid until the next call."""
@@ -193,12 +198,13 @@ def compare_tiles(
         if readers is None:
             readers = local.readers = open_readers()
         first, last = tiles.a.unit_bounds[unit : unit + 2].tolist()
-        for tile in range(first, last):
-            comparison.take(tile, readers[0].read(tile), readers[1].read(tile))
-            if progress is not None:
-                with lock:
-                    done += int(tiles.a.nbytes[tile] + tiles.b.nbytes[tile])
-                    progress(done, tiles.nbytes)
+        with readers[0].ahead(range(first, last)), readers[1].ahead(range(first, last)):
+            for tile in range(first, last):
+                comparison.take(tile, readers[0].read(tile), readers[1].read(tile))
+                if progress is not None:
+                    with lock:
+                        done += int(tiles.a.nbytes[tile] + tiles.b.nbytes[tile])
+                        progress(done, tiles.nbytes)
 
     fetch_all(work, range(tiles.a.n_units), concurrency=n_workers)
     return comparison.found

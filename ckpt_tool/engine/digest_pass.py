@@ -27,6 +27,9 @@ from ckpt_tool.storage.store import Store
 
 __all__ = ["DigestPass", "RecentCrc32", "digest_tensors"]
 
+_AHEAD_BYTES = 64 << 20
+"""Fetched before it is needed, by all workers together, where storage is slow to answer."""
+
 RecentCrc32 = Callable[[str, int, int], int | None]
 """The CRC-32 of a file's range (path, offset, length), None where it is not known."""
 
@@ -159,28 +162,31 @@ def _run(  # noqa: PLR0913 - what a thread needs
     def work(unit: int) -> None:
         reader: TileReader | None = getattr(local, "reader", None)
         if reader is None:
-            reader = local.reader = TileReader(manifest, tiles, reads, store)
+            reader = local.reader = TileReader(
+                manifest, tiles, reads, store, ahead_bytes=_AHEAD_BYTES // n_workers, n_workers=n_workers
+            )
         first, last = tiles.unit_bounds[unit : unit + 2].tolist()
         read = 0
-        for tile in range(first, last):
-            row, nbytes = int(tiles.tensor[tile]), int(tiles.nbytes[tile])
-            read += nbytes
-            if row in sums.unread:
-                continue
-            try:
-                data = reader.read(tile).reshape(-1).view(np.uint8)
-            except CkptError as error:
-                sums.unread[row] = error
-                continue
-            known = _known(manifest, reads, tile, recent_crc32)
-            if known is None:
-                sums.rows.append((row, starts[tile], nbytes, crc32(data.data)))
-            else:
-                sums.rows += [(row, starts[tile] + at, length, crc) for at, length, crc in known]
-            if wide:
-                added = Part(lanes=wide_sums(data, starts[tile]))
-                with lock:
-                    sums.lanes[row] = (Part(lanes=sums.lanes.get(row, (0, 0))) + added).lanes
+        with reader.ahead(range(first, last)):
+            for tile in range(first, last):
+                row, nbytes = int(tiles.tensor[tile]), int(tiles.nbytes[tile])
+                read += nbytes
+                if row in sums.unread:
+                    continue
+                try:
+                    data = reader.read(tile).reshape(-1).view(np.uint8)
+                except CkptError as error:
+                    sums.unread[row] = error
+                    continue
+                known = _known(manifest, reads, tile, recent_crc32)
+                if known is None:
+                    sums.rows.append((row, starts[tile], nbytes, crc32(data.data)))
+                else:
+                    sums.rows += [(row, starts[tile] + at, length, crc) for at, length, crc in known]
+                if wide:
+                    added = Part(lanes=wide_sums(data, starts[tile]))
+                    with lock:
+                        sums.lanes[row] = (Part(lanes=sums.lanes.get(row, (0, 0))) + added).lanes
         moved(read)
 
     fetch_all(work, range(tiles.n_units), concurrency=n_workers)

@@ -37,8 +37,8 @@ __all__ = [
 
 
 _AHEAD_BYTES = 32 << 20
-_AHEAD_REQUESTS = 4
-"""Of each filler: several share a rank's storage."""
+_N_SHARING = 4
+"""Fillers that share a rank's storage, about."""
 
 
 class Memory(Protocol):
@@ -167,7 +167,9 @@ class Filler:
         self._dtypes, self._ndim = plan.source.tensors.dtypes, plan.source.tensors.ndim
         self._landings = landings
         self._take_other = take_other
-        self._reader = TileReader(plan.source, plan.tiles, plan.reads, store)
+        self._reader = TileReader(
+            plan.source, plan.tiles, plan.reads, store, ahead_bytes=_AHEAD_BYTES, n_workers=_N_SHARING
+        )
 
     @property
     def read_nbytes(self) -> int:
@@ -176,7 +178,7 @@ class Filler:
 
     def ahead(self, tiles: Iterable[int]) -> AbstractContextManager[None]:
         """A block in which these tiles are filled in this order; slow storage is asked before."""
-        return self._reader.ahead(tiles, max_bytes=_AHEAD_BYTES, concurrency=_AHEAD_REQUESTS)
+        return self._reader.ahead(tiles)
 
     def fill(self, tile: int) -> None:
         """Read one tile and put its pieces in place."""

@@ -43,14 +43,27 @@ def piece_slices(tiles: Tiles, pieces: Pieces, row: int) -> tuple[slice, ...]:
 
 
 class TileReader:
-    """Reads the tiles of one manifest, one at a time; for one thread."""
+    """Reads the tiles of one manifest, one at a time; for one thread.
 
-    def __init__(self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store) -> None:
+    Args:
+        source: the manifest.
+        tiles: all that will be read.
+        reads: their pieces in the source's files.
+        store: where those are.
+        ahead_bytes: what ``ahead`` may fetch before it is needed.
+        n_workers: readers that share the requests which the storage likes to have at once.
+    """
+
+    def __init__(
+        self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store, *, ahead_bytes: int = 0, n_workers: int = 1
+    ) -> None:
         self._source = source
         self._tiles = tiles
         self._reads = reads
         self._store = store
         self._ahead: ReadAhead | None = None
+        self._ahead_bytes = min(ahead_bytes, store.cost.read_ahead_bytes)
+        self._n_requests = max(store.cost.concurrency // n_workers, 2)
         self._tile = Buffer()
         self.scratch = Buffer()
         """Holds one piece while a tile is read, and nothing between two calls."""
@@ -74,16 +87,16 @@ class TileReader:
         return elements
 
     @contextmanager
-    def ahead(self, tiles: Iterable[int], *, max_bytes: int, concurrency: int) -> Iterator[None]:
+    def ahead(self, tiles: Iterable[int]) -> Iterator[None]:
         """A block in which ``tiles`` will be read in this order, and are fetched before they are asked for.
 
         Nested blocks change nothing; nor does any where the storage answers at once.
         """
-        if self._ahead is not None or not max_bytes or not self._store.cost.read_ahead_bytes:
+        if self._ahead is not None or not self._ahead_bytes:
             yield
             return
         ranges = (r for tile in tiles for r in self._ranges(tile))
-        self._ahead = ReadAhead(self._store, ranges, max_bytes=max_bytes, concurrency=concurrency)
+        self._ahead = ReadAhead(self._store, ranges, max_bytes=self._ahead_bytes, concurrency=self._n_requests)
         try:
             yield
         finally:

@@ -58,16 +58,15 @@ class Worker:
         self._with_crc32 = with_crc32
         self._digests = digests
         self._unit: UnitDigests | None = None
-        self._ahead_bytes = min(ahead_bytes, store.cost.read_ahead_bytes)
-        self._concurrency = max(store.cost.concurrency // n_workers, 2)
-        self._reader = TileReader(plan.source, plan.tiles, plan.reads, store)
+        self._reader = TileReader(
+            plan.source, plan.tiles, plan.reads, store, ahead_bytes=ahead_bytes, n_workers=n_workers
+        )
         self._scratch = self._reader.scratch  # idle once a tile is read
         self._cast = Buffer()
 
     def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which these units are executed in this order, without a pause in reading between them."""
-        tiles = self._plan.tiles.of_units(units)
-        return self._reader.ahead(tiles, max_bytes=self._ahead_bytes, concurrency=self._concurrency)
+        return self._reader.ahead(self._plan.tiles.of_units(units))
 
     def run_unit(self, unit: int, progress: Callable[[int], None]) -> UnitRecord:
         """Execute all tiles of a unit in order; ``progress`` gets the bytes written, some tens of MB at a time."""

@@ -15,6 +15,7 @@ from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.remote import modified_of, open_remote
 from ckpt_tool.storage.retry import failure_of, retried, shown
 from ckpt_tool.storage.store import REMOTE_COST, Listing
+from ckpt_tool.storage.traffic import current_traffic
 from ckpt_tool.storage.urls import check_path, join_url, scheme_of, split_url
 
 __all__ = ["FsspecStore", "open_fsspec"]
@@ -43,6 +44,7 @@ class FsspecStore:
         self._lock = threading.Lock()
         self._listing: Listing | None = None
         self._is_closed = False
+        self._traffic = current_traffic()
 
     def listing(self) -> Listing:
         """All files below the root, or the entry and its siblings; one request per page, cached.
@@ -63,7 +65,8 @@ class FsspecStore:
             self._size(path, where)
             return b""
         key = self._key(path)
-        return retried(lambda: self._read_once(key, path, offset, length), where=where)
+        on_retry = self._traffic.note_retry
+        return retried(lambda: self._read_once(key, path, offset, length), where=where, on_retry=on_retry)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``path`` at ``offset``: one request, and one copy of the bytes."""
@@ -78,6 +81,7 @@ class FsspecStore:
         wanted = [(index, r) for index, r in enumerate(ranges) if r.length]
         for r in ranges:
             self._where(r.path, r.offset, r.length)
+        self._traffic.note(requests=len(wanted))
         answers = self._fs.cat_ranges(
             [self._key(r.path) for _, r in wanted],
             [r.offset for _, r in wanted],
@@ -93,6 +97,8 @@ class FsspecStore:
                 if failure is None or isinstance(failure, NotFound):
                     raise (failure or answer) from answer
             is_right = isinstance(answer, (bytes, bytearray)) and len(answer) == r.length
+            if is_right:
+                self._traffic.note(requests=0, received=r.length)
             results[index] = bytes(answer) if is_right else self.read(r.path, r.offset, r.length)
         return results
 
@@ -101,6 +107,7 @@ class FsspecStore:
         self._is_closed = True
 
     def _read_once(self, key: str, path: str, offset: int, length: int) -> bytes:
+        self._traffic.note()
         try:
             data = self._fs.cat_file(key, start=offset, end=offset + length)
         except (OSError, ValueError) as error:
@@ -117,6 +124,7 @@ class FsspecStore:
         if len(data) < length:
             self._check_end(path, offset, length)
             raise _ShortAnswerError(f"expected {length:,} bytes, got {len(data):,}")
+        self._traffic.note(requests=0, received=length)
         return bytes(data)
 
     def _check_end(self, path: str, offset: int, length: int) -> None:
@@ -155,6 +163,7 @@ class FsspecStore:
     def _files(self) -> tuple[dict[str, int], dict[str, float]]:
         """Size, and time of the last change where the server tells it, of each file."""
         found: list[dict[str, Any]]
+        self._traffic.note(listings=1)
         # fsspec keeps listings; the one from before a file was written elsewhere is wrong.
         self._fs.invalidate_cache()
         if self._entry is None:

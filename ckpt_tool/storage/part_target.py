@@ -21,7 +21,8 @@ from ckpt_tool.storage.urls import check_path, join_url
 __all__ = ["COMMIT_NAMES", "PartTarget"]
 
 HELD_BYTES = 64 << 20
-"""A last file up to this size is held back in memory and written at once; a larger one is joined last."""
+"""A last file up to this size is held back in memory and written at once; a larger one is joined last. Of a target that
+is one file only the smallest are held."""
 
 # Files that make a folder a checkpoint in one format or another: gone first when an old target is replaced.
 COMMIT_NAMES = (".metadata", "index.json", "metadata.json", "latest", "latest_checkpointed_iteration.txt")
@@ -91,7 +92,7 @@ class PartTarget:
             if self._single_file and self._files:
                 raise UsageError(f"expected one file, got {path!r} beside {next(iter(self._files))!r}", where=self.url)
             file = self._files[path] = PartFile(name, where, nbytes, is_last=is_last or self._single_file)
-        if file.is_last and nbytes <= HELD_BYTES and not self._single_file:
+        if file.is_last and nbytes <= (self._place.limits.min_bytes if self._single_file else HELD_BYTES):
             file.held = bytearray()
         elif self._is_joining and self._found.get(name) == nbytes:
             file.is_joined = True

@@ -19,6 +19,7 @@ from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists, Us
 from ckpt_tool.storage.part_target import COMMIT_NAMES
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
+from ckpt_tool.storage.traffic import current_traffic
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["HELD_BYTES", "StreamTarget"]
@@ -67,6 +68,7 @@ class StreamTarget:
         self._fs, root = open_remote(url)
         self._root = root.rstrip("/")
         self._single_file = single_file
+        self._traffic = current_traffic()
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.Lock()
         self._old = self._existing()
@@ -136,6 +138,7 @@ class StreamTarget:
                     self._open(upload)
                 handle = upload.handle
                 attempt(lambda: handle.write(view.cast("B")), where=upload.where)
+                self._traffic.note(requests=0, sent=view.nbytes)
             upload.position = end
             if end == upload.nbytes and not upload.is_last:
                 self._complete(upload)
@@ -171,6 +174,7 @@ class StreamTarget:
             upload = self._uploads[path]
             held = upload.held
             if held is not None:
+                self._traffic.note(sent=len(held))
                 retried(partial(self._fs.pipe_file, upload.key, bytes(held)), where=upload.where)
                 upload.held = None
                 upload.is_complete = True
@@ -203,6 +207,7 @@ class StreamTarget:
 
     def _complete(self, upload: _Upload) -> None:
         handle = upload.handle
+        self._traffic.note()
         attempt(handle.close, where=upload.where)
         if upload.is_last:
             attempt(handle.commit, where=upload.where)

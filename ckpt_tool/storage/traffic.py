@@ -1,7 +1,8 @@
 """Traffic is what a piece of work asked of remote storage: requests and bytes, counted where they are sent.
 
 Whoever wants to know opens a `counting` block; stores and targets that are made inside it count there, from whatever
-thread. Local files are not counted: their requests cost nothing that a person pays for.
+thread. Through fsspec, what counts is what fsspec is asked, a file that is written as one. Local files are not counted:
+their requests cost nothing that a person pays for.
 """
 
 from __future__ import annotations
