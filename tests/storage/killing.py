@@ -1,0 +1,174 @@
+"""Kills resharding processes with SIGKILL at random moments and looks at what they leave.
+
+Usage: ``python killing.py SOURCE TARGET N SEED FORMAT``. A process that has imported everything forks a run, kills it
+after a random part of the time that a whole run takes, looks at the target, forks a run with ``resume``, and compares
+all bytes with those of a run that nobody killed. One line of JSON at the end: how often what was seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ckpt_tool.api import checkpoint
+from ckpt_tool.api.reshard import reshard
+from ckpt_tool.engine import run as engine_run
+from ckpt_tool.errors import CkptError
+from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.s3 import place
+from ckpt_tool.storage.s3.client import S3Client, split_s3_url
+
+PART_BYTES = int(os.environ.get("CKPT_KILLING_PART_BYTES", str(64 << 10)))
+MARKER = "CKPT_UNFINISHED"
+
+
+def make_small() -> None:
+    """Many units, journal lines and parts in few bytes."""
+    vars(checkpoint)["_TILE_BYTES"] = vars(checkpoint)["_UNIT_BYTES"] = 32 << 10
+    vars(engine_run)["_JOURNAL_BYTES"] = 128 << 10
+    vars(place)["PART_LIMITS"] = PartLimits(PART_BYTES, PART_BYTES, 10_000)
+
+
+class LocalPlace:
+    """A folder."""
+
+    def __init__(self, url: str) -> None:
+        self.root = Path(url)
+
+    def clean(self) -> None:
+        """Remove everything."""
+        for path in (self.root, self.root.with_name(f"{self.root.name}.partial")):
+            shutil.rmtree(path, ignore_errors=True)
+        self.root.with_name(f"{self.root.name}.digests.json").unlink(missing_ok=True)
+
+    def files(self) -> dict[str, str]:
+        """Digests of what has the final name."""
+        found = {}
+        for path in self.root.rglob("*"):
+            if path.is_file():
+                found[str(path.relative_to(self.root))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return found
+
+    def leftovers(self) -> int:
+        """What should not be there after a run."""
+        return len(list(self.root.parent.glob("*.partial")))
+
+
+class S3Place:
+    """Objects below a key."""
+
+    def __init__(self, url: str) -> None:
+        bucket, self.key = split_s3_url(url)
+        self.client = S3Client(bucket)
+        self.place = place.S3Place(url, single_file=False)
+
+    def _keys(self) -> list[str]:
+        return [o.key for page in self.client.pages(f"{self.key}/") for o in page.objects]
+
+    def clean(self) -> None:
+        """Remove everything, uploads under way too."""
+        for key in [*self._keys(), f"{self.key}.digests.json"]:
+            self.client.delete(key)
+        for path, begun in self.place.begun().items():
+            self.place.drop(path, begun.token)
+
+    def files(self) -> dict[str, str]:
+        """Digests of what has the final name."""
+        return {
+            key[len(self.key) + 1 :]: hashlib.sha256(self.client.get(key) or b"").hexdigest() for key in self._keys()
+        }
+
+    def leftovers(self) -> int:
+        """What should not be there after a run."""
+        return len(self.place.begun())
+
+
+def forked(call: Any) -> int:
+    """A process that does it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except CkptError as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os._exit(error.exit_code)
+        except BaseException:  # noqa: BLE001 - the child must not go on as its parent
+            sys.excepthook(*sys.exc_info())
+            os._exit(99)
+        os._exit(0)
+    return pid
+
+
+def ended(pid: int) -> int:
+    """How it ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def reads_as_checkpoint(url: str) -> bool:
+    """Whether this tool takes it for one."""
+    try:
+        checkpoint.open_checkpoint(url).close()
+    except CkptError:
+        return False
+    return True
+
+
+def main(source: str, url: str, n: int, seed: int, to: str) -> Counter[str]:
+    """``n`` points."""
+    make_small()
+    kept: Any = S3Place(url) if url.startswith("s3://") else LocalPlace(url)
+    options: dict[str, Any] = {"dp": 3, "to": to, "default": "shard0", "dp_mode": "shard", "n_workers": 2}
+
+    def run(*, resume: bool = False) -> None:
+        result = reshard(source, url, **options, resume=resume)
+        if resume and result.report.resumed_nbytes:
+            os._exit(7)
+
+    kept.clean()
+    started = time.perf_counter()
+    if ended(forked(run)):
+        raise SystemExit("the run that nobody kills fails")
+    whole_s = time.perf_counter() - started
+    expected = kept.files()
+    seen: Counter[str] = Counter()
+    dice = random.Random(seed)
+    for number in range(n):
+        kept.clean()
+        pid = forked(run)
+        time.sleep(dice.random() * whole_s * 1.05)
+        os.kill(pid, signal.SIGKILL)
+        seen["killed" if ended(pid) < 0 else "finished"] += 1
+        found = kept.files()
+        is_whole = {path: digest for path, digest in found.items() if not path.startswith("CKPT_")} == expected
+        if reads_as_checkpoint(url) and not is_whole:
+            raise SystemExit(f"point {number}: half a checkpoint reads as whole: {sorted(found)}")
+        if ".metadata" in found and not is_whole:
+            raise SystemExit(f"point {number}: the commit file is there before the others")
+        if is_whole and MARKER not in found:
+            seen["whole already"] += 1
+            continue
+        seen["unfinished" if found else "nothing seen"] += 1
+        status = ended(forked(lambda: run(resume=True)))
+        if status not in {0, 7}:
+            raise SystemExit(f"point {number}: going on fails with {status}")
+        seen["went on from what was there"] += status == 7
+        if kept.files() != expected:
+            raise SystemExit(f"point {number}: other bytes: {sorted(set(kept.files()) ^ set(expected))}")
+        if kept.leftovers():
+            raise SystemExit(f"point {number}: leftovers")
+        seen["same bytes"] += 1
+    kept.clean()
+    return seen
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])))
