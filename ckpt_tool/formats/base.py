@@ -50,15 +50,28 @@ class Source:
     _heads: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)
 
     def head(self, path: str, length: int) -> bytes:
-        """The first ``length`` bytes of ``path``, or all of a shorter file; cached, one request."""
-        key = (path, length)
+        """The first ``length`` bytes of ``path``, or all of a shorter file; cached, one request.
+
+        Where a request costs more than the bytes, a small file is read as a whole, for `read_wholes` to find.
+        """
+        nbytes = self.listing.nbytes(path)
+        cost = self.store.cost
+        wanted = nbytes if cost.read_ahead_bytes and nbytes <= cost.max_gap_bytes else min(length, nbytes)
+        key = (path, wanted)
         if key not in self._heads:
-            self._heads[key] = self.store.read(path, 0, min(length, self.listing.nbytes(path)))
-        return self._heads[key]
+            self._heads[key] = self.store.read(path, 0, wanted)
+        return self._heads[key][:length]
 
     def read_whole(self, path: str) -> bytes:
         """All bytes of a (small) file: one request."""
-        return self.store.read(path, 0, self.listing.nbytes(path))
+        return self.read_wholes([path])[0]
+
+    def read_wholes(self, paths: Sequence[str]) -> list[bytes]:
+        """All bytes of (small) files, a request each, but for those that are known from ``head``."""
+        known = {path: self._heads.get((path, self.listing.nbytes(path))) for path in paths}
+        missing = [FileRange(path, 0, self.listing.nbytes(path)) for path, data in known.items() if data is None]
+        found = dict(zip((r.path for r in missing), self.store.fetch(missing), strict=True)) if missing else {}
+        return [found[path] if data is None else data for path, data in ((path, known[path]) for path in paths)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import checks, probe, resolve
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, FileRange, Manifest
+from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
 __all__ = ["READER", "DcpReader"]
@@ -42,9 +42,8 @@ class DcpReader:
         paths = probe.metadata_paths(source)
         if not paths:
             raise NotFound(f"no {METADATA_NAME}", where=source.listing.url, hint="the save may not have finished")
-        ranges = [FileRange(path, 0, source.listing.nbytes(path)) for path in paths]
         with collector_paused():
-            parts = [load_metadata(data, path) for data, path in zip(source.store.fetch(ranges), paths, strict=True)]
+            parts = [load_metadata(data, path) for data, path in zip(source.read_wholes(paths), paths, strict=True)]
             tables = tabulate(parts, source.listing.sizes)
             return Manifest(
                 format=self.name,

@@ -1,0 +1,106 @@
+"""What commands ask of S3, counted by the server and by the commands themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_tool.cli.app import main
+from tests.storage.checkpoints import make_dcp, objects_of
+from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
+
+ROOT = Path(__file__).parents[2]
+SOURCE, TARGET = f"s3://{BUCKET}/source", f"s3://{BUCKET}/target"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket that this process and its children talk to."""
+    with s3_server() as (endpoint, bucket):
+        for name, value in s3_environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield bucket
+
+
+def counted(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, int]:
+    """The traffic that a command tells with --json."""
+    assert main([*arguments, "--json"]) == 0
+    traffic: dict[str, int] = json.loads(capsys.readouterr().out)["traffic"]
+    return traffic
+
+
+def test_inspect_of_a_thousand_files(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two pages of a listing, and one read of the metadata; the thousand files themselves are not asked for."""
+    folder = make_dcp(tmp_path, n_ranks=1000, n_tensors=1, rows=1000, columns=4)
+    bucket.objects |= objects_of(folder, "source")
+    assert len(bucket.objects) == 1001
+    traffic = counted(capsys, "inspect", SOURCE)
+    payload = [path for method, path, _ in bucket.requests if method == "GET" and "list-type" not in path]
+    assert payload == [f"/{BUCKET}/source/.metadata"]
+    assert (bucket.count("GET", "list-type"), len(bucket.requests)) == (2, 3)
+    assert (traffic["n_requests"], traffic["n_listings"], traffic["n_retries"]) == (3, 2, 0)
+    assert traffic["received_nbytes"] == len(bucket.objects["source/.metadata"])
+
+
+def test_each_byte_is_received_once(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reshard, export, diff and a full check receive the payload once, and the heads of the items besides."""
+    folder = make_dcp(tmp_path, n_ranks=4, n_tensors=3, rows=4400)
+    bucket.objects |= objects_of(folder, "source")
+    nbytes = 3 * 4400 * 257 * 4
+    for arguments, n_sides in (
+        (["reshard", SOURCE, TARGET, "--tp", "2", "--default", "shard0"], 1),
+        (["export", SOURCE, f"s3://{BUCKET}/exported/model.safetensors"], 1),
+        (["diff", SOURCE, TARGET], 2),
+        (["verify", SOURCE, "--full"], 1),
+    ):
+        traffic = counted(capsys, *arguments)
+        assert traffic["received_nbytes"] <= n_sides * nbytes * 1.01, arguments
+        assert traffic["n_requests"] <= 90, arguments
+    assert len(bucket.objects["exported/model.safetensors"]) > nbytes
+
+
+def test_neighbours_are_received_together(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 400 small boxes in two files not each costs a request, for gaps cost less; no byte comes more than twice."""
+    folder = make_dcp(tmp_path, n_ranks=2, n_tensors=200, rows=40, columns=50)
+    bucket.objects |= objects_of(folder, "source")
+    traffic = counted(capsys, "reshard", SOURCE, TARGET, "--tp", "2", "--default", "shard0")
+    assert traffic["n_requests"] <= 40
+    assert traffic["received_nbytes"] <= 2 * sum(len(data) for data in bucket.objects.values() if data)
+
+
+_WATCHED = """
+import os, sys
+from ckpt_tool.cli.app import main
+def watch(event, args):
+    if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        print("WROTE", args[0], file=sys.stderr)
+    elif event in {"os.mkdir", "os.rename", "tempfile.mkstemp"}:
+        print("WROTE", event, args, file=sys.stderr)
+sys.addaudithook(watch)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_s3_to_s3_never_touches_the_disk(bucket: Bucket, tmp_path: Path) -> None:
+    """Nothing is opened for writing here, on the whole way from objects to objects."""
+    bucket.objects |= objects_of(make_dcp(tmp_path, n_ranks=2, n_tensors=3), "source")
+    argv = [sys.executable, "-c", _WATCHED, "reshard", SOURCE, TARGET, "--tp", "2", "--default", "shard0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "WROTE" not in done.stderr.replace("WROTE /dev/null", "")
+    assert "target/.metadata" in bucket.objects
+
+
+def test_local_commands_tell_no_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of this machine are not counted."""
+    folder = make_dcp(tmp_path, n_ranks=2, n_tensors=1)
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert "traffic" not in json.loads(capsys.readouterr().out)
+    assert main(["inspect", str(folder)]) == 0
+    assert "storage:" not in capsys.readouterr().err
