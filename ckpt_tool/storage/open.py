@@ -67,6 +67,10 @@ def _open_remote(url: str) -> Store:
             from ckpt_tool.storage.s3.store import open_s3
 
             return open_s3(url)
+        case "hdfs" | "viewfs":
+            from ckpt_tool.storage.hdfs.store import open_hdfs
+
+            return open_hdfs(url)
         case _:
             from ckpt_tool.storage.fsspec_store import open_fsspec
 

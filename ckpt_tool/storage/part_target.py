@@ -176,7 +176,8 @@ class PartTarget:
             for file in last:
                 if not (file.is_joined or self._uploads.join(file, is_new=is_new)):
                     raise TargetExists("another process has written a checkpoint of this name", where=self.url)
-            self.journal.delete(keep=1)  # its first line still tells whose target it is, should this be the end
+            # Where names come first, the journal's first line still tells whose target it is, should this be the end.
+            self.journal.delete(keep=0 if self._place.is_named_last else 1)
             self._place.delete(MARKER_NAME)
             self.journal.delete()
             self._place.finish(replace=self._overwrite)
@@ -193,6 +194,7 @@ class PartTarget:
             with suppress(CkptError):
                 self._forget()
                 self._place.delete(MARKER_NAME)
+                self._place.clear()
         self._place.close()
 
     def _check(self, *, is_unfinished: bool, resume: bool) -> None:
@@ -202,6 +204,11 @@ class PartTarget:
             raise TargetExists("an earlier run was interrupted here", where=self.url, hint=hint)
         if self._single_file and any(self._old):
             raise TargetExists("is a folder, expected to write a file", where=self.url, hint="name the file in it")
+        is_complete = not is_unfinished and self._place.is_named_last and self._found
+        if is_complete:
+            message = f"has no {MARKER_NAME} file in it, and is neither resumed nor replaced"
+            hint = "look at it: a run killed at its very end leaves a complete checkpoint here; rename or delete it"
+            raise TargetExists(message, where=f"{self.url.rstrip('/')}.partial", hint=hint)
         if not self._single_file and "" in self._old:
             raise TargetExists("is a file, expected to write a folder", where=self.url, hint="choose another name")
         if self._old and not self._overwrite:

@@ -97,6 +97,10 @@ class PartPlace(Protocol):
         """Remove a file of this target, if it is there."""
         ...
 
+    def clear(self) -> None:
+        """Remove what is left of a target of which nothing is kept, as empty folders."""
+        ...
+
     def finish(self, *, replace: bool) -> None:
         """Give everything its final name, where that is a step of its own; ``replace`` what has it."""
         ...

@@ -17,7 +17,7 @@ from ckpt_tool.storage.urls import scheme_of
 
 __all__ = ["modified_of", "open_remote"]
 
-_EXTRAS = {"gs": "gs", "gcs": "gs", "hdfs": "hdfs", "viewfs": "hdfs"}
+_EXTRAS = {"gs": "gs", "gcs": "gs"}
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 
 

@@ -25,8 +25,11 @@ MAX_PAUSE_S = 5.0
 
 _CLIENTS = frozenset({"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3"})
 _TRANSIENT_CODES = frozenset(
-    {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
-)  # of S3, whatever the status: the body was hurt on its way, or came too slowly
+    {
+        "BadDigest", "IncompleteBody", "InvalidPart", "MalformedXML", "RequestTimeout", "SlowDown",
+        "XAmzContentSHA256Mismatch",
+    }
+)  # fmt: skip  # of S3, whatever the status: the body was hurt on its way, or came too slowly
 _PERMANENT = frozenset(
     {
         errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC,
@@ -61,7 +64,8 @@ def failure_of(error: Exception, where: str) -> CkptError | None:
         return NotFound("no such file", where=where)
     name = type(error).__name__
     text = first_line(error)
-    if isinstance(error, PermissionError) or "Credential" in name or getattr(error, "status", None) in {401, 403}:
+    is_refused = isinstance(error, PermissionError) or "AccessControlException" in text
+    if is_refused or "Credential" in name or getattr(error, "status", None) in {401, 403}:
         hint = "check the credentials that this process sees (environment, profile, metadata service)"
         return StorageError(f"access is refused: {text}", where=where, hint=hint)
     if is_from_storage(error):
@@ -108,7 +112,7 @@ def _tried(call: Callable[[], Result], *, where: str, attempts: int, on_retry: C
 
 def first_line(error: Exception) -> str:
     """Text of an error without what follows a question mark of a URL, which may be a signature."""
-    line = next(iter(str(error).splitlines()), "")
+    line = next(iter(str(error).splitlines()), "").partition("\\n\\tat ")[0]  # a trace of Java, quoted
     return line.partition("?")[0] if "://" in line else line
 
 
@@ -146,7 +150,7 @@ def _is_transient(error: Exception) -> bool:
         return True
     if isinstance(status, int):
         return status in _TRANSIENT_STATUS or status >= 500
-    if isinstance(error, _PERMANENT_TYPES) or "Credential" in type(error).__name__:
+    if isinstance(error, _PERMANENT_TYPES) or "Credential" in type(error).__name__ or "AccessControl" in str(error):
         return False
     # What boto reports it has tried again itself, for ten seconds.
     return _client(error) != "botocore" and not (isinstance(error, OSError) and error.errno in _PERMANENT)

@@ -134,5 +134,9 @@ def _part_place(url: str, *, single_file: bool) -> PartPlace | None:
             from ckpt_tool.storage.s3.place import S3Place
 
             return S3Place(url, single_file=single_file)
+        case "hdfs" | "viewfs":
+            from ckpt_tool.storage.hdfs.place import HdfsPlace
+
+            return HdfsPlace(url, single_file=single_file)
         case _:
             return None

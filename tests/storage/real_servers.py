@@ -66,7 +66,7 @@ def seaweedfs(folder: Path) -> Iterator[str]:
     argv = [
         weed, "-logtostderr=true", "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         "-master.volumeSizeLimitMB=256", "-volume.max=0", "-filer", "-s3", f"-s3.config={folder / 's3.json'}",
-        "-s3.port.iceberg=0", *(f"-{name}={port}" for name, port in ports.items()),
+        "-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items()),
     ]  # fmt: skip
     endpoint = f"http://127.0.0.1:{ports['s3.port']}"
     with (
@@ -77,8 +77,7 @@ def seaweedfs(folder: Path) -> Iterator[str]:
             _until_made(endpoint, process, folder / "log")
             yield endpoint
         finally:
-            process.terminate()
-            process.wait(20)
+            process.kill()  # it takes its time over an orderly end, and nothing of it is needed
 
 
 def _until_made(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:

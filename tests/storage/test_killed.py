@@ -47,7 +47,7 @@ def test_s3(tmp_path: Path) -> None:
 
 
 @pytest.mark.storage
-@pytest.mark.parametrize("to", ["dcp", "rank-pt"])
+@pytest.mark.parametrize("to", ["dcp", "torch-ranks"])
 def test_local_matrix(tmp_path: Path, to: str) -> None:
     """A folder, and checksums that must come out of the journal."""
     found = seen(make_safetensors(tmp_path / "x.safetensors", n_tensors=60), str(tmp_path / "out"), POINTS, to)
@@ -55,7 +55,7 @@ def test_local_matrix(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.storage
-@pytest.mark.parametrize("to", ["dcp", "rank-pt"])
+@pytest.mark.parametrize("to", ["dcp", "torch-ranks"])
 def test_s3_matrix(tmp_path: Path, to: str) -> None:
     """Objects, with small parts, of a server in Python."""
     with s3_server() as (endpoint, bucket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.manifest.tables import FileTable
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.fsspec_store import FsspecStore
+from ckpt_tool.storage.hdfs.store import HdfsStore
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.storage.s3.store import S3Store
 from ckpt_tool.storage.store import Listing, Store
 from tests.storage.conformance import FILES, StoreTests
+from tests.storage.hdfs_fake import Cluster, fake_module
 from tests.storage.s3_server import BUCKET, s3_environment, s3_server
 
 
@@ -93,6 +96,19 @@ class TestS3Store(StoreTests):
             store = S3Store(f"s3://{BUCKET}/a//b c")
             yield store
             store.close()
+
+
+class TestHdfsStore(StoreTests):
+    """Files of a name node."""
+
+    @pytest.fixture
+    def store(self, monkeypatch: pytest.MonkeyPatch) -> Store:
+        """Put into the cluster directly."""
+        cluster = Cluster({f"/a/b c/{path}": data for path, data in FILES.items()})
+        for path in [*cluster.files, "/a/b cd/x"]:
+            cluster.make(path.rpartition("/")[0])
+        monkeypatch.setitem(sys.modules, "hdfs_native", fake_module(cluster))
+        return HdfsStore("hdfs://lab/a/b c")
 
 
 class _PartsHidden(MemoryStore):

@@ -122,6 +122,9 @@ class S3Place:
         """Remove an object."""
         self._client.delete(self._key_of(path))
 
+    def clear(self) -> None:
+        """Nothing: there are no folders."""
+
     def finish(self, *, replace: bool) -> None:  # noqa: ARG002 - uploads that are completed replace what is there
         """Abort uploads that nobody knows of; objects have their names from the beginning."""
         if self._is_unsure:

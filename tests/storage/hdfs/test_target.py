@@ -1,0 +1,168 @@
+"""HDFS targets: parts that are joined or copied, one rename in the end, and going on after a death at any call."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tool.errors import TargetExists, UsageError
+from ckpt_tool.storage import part_target
+from ckpt_tool.storage.hdfs import place
+from ckpt_tool.storage.hdfs.client import HdfsClient
+from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.target import Target, open_target
+from tests.storage.hdfs_fake import Cluster, Died, fake_module
+
+OPTIONS: dict[str, Any] = {"overwrite": False, "resume": False, "durable": True, "single_file": False}
+URL = "hdfs://lab/run/out"
+PART = 1000
+FILES = {
+    ".metadata": b"commit",
+    "a.bin": np.random.default_rng(0).bytes(3500),
+    "empty": b"",
+    "sub/b c.bin": np.random.default_rng(1).bytes(2000),
+    "sub/c.bin": b"c",
+}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """An empty cluster that takes small parts, and joins them."""
+    cluster = Cluster()
+    monkeypatch.setitem(sys.modules, "hdfs_native", fake_module(cluster))
+    monkeypatch.setattr(place, "PART_LIMITS", PartLimits(PART, PART, 100))
+    monkeypatch.setattr(place, "_SOURCES_CHARACTERS", 60)
+
+    def concat(_: Any, target: str, sources: list[str]) -> bool:
+        cluster.call()
+        for source in sources:
+            cluster.files[target] += cluster.files.pop(source)
+        return True
+
+    monkeypatch.setattr(HdfsClient, "concat", concat)
+    return cluster
+
+
+def files(cluster: Cluster, folder: str = "/run/out") -> dict[str, bytes]:
+    """What is under the final name."""
+    return {path[len(folder) + 1 :]: data for path, data in cluster.files.items() if path.startswith(f"{folder}/")}
+
+
+def write(target: Target, *, step: int = 300) -> None:
+    """Everything but the commit, from where an earlier run was, files in turn."""
+    for path, data in FILES.items():
+        target.create(path, len(data), is_last=path == ".metadata")
+    if target.journal is not None:
+        target.journal.append(b"plan\n")
+    at = {path: target.start_of(path) for path in FILES}
+    while any(at[path] < len(data) for path, data in FILES.items()):
+        for path, data in FILES.items():
+            piece = data[at[path] : at[path] + step]
+            target.write(path, at[path], piece)
+            at[path] += len(piece)
+
+
+def run(**options: bool) -> None:
+    """A whole run."""
+    target = open_target(URL, **{**OPTIONS, **options})
+    try:
+        write(target)
+        target.commit(".metadata")
+    except BaseException:
+        target.abandon()
+        raise
+
+
+def test_one_rename(cluster: Cluster) -> None:
+    """Nothing has the final name until everything has it, and nothing else is left, not even a folder."""
+    target = open_target(URL, **OPTIONS)
+    write(target)
+    target.flush()
+    assert files(cluster) == {}
+    target.commit(".metadata")
+    assert files(cluster) == FILES
+    assert cluster.folders == {"/", "/run", "/run/out", "/run/out/sub"}
+    with pytest.raises(TargetExists, match="is there already, with 5 files"):
+        open_target(URL, **OPTIONS)
+
+
+@pytest.mark.parametrize("n_joined", [0, 1])
+def test_no_concat(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, n_joined: int) -> None:
+    """Where parts cannot be joined they are copied; also where that shows only after some were."""
+    real, calls = HdfsClient.concat, iter(range(100))
+    monkeypatch.setattr(HdfsClient, "concat", lambda *a: next(calls) < n_joined and real(*a))
+    run()
+    assert files(cluster) == FILES
+
+
+def test_old_target_stays(cluster: Cluster) -> None:
+    """Until the new one is there, under another name for a moment."""
+    cluster.files["/run/out/old"] = b"old"
+    cluster.make("/run/out")
+    target = open_target(URL, **{**OPTIONS, "overwrite": True})
+    write(target)
+    assert files(cluster) == {"old": b"old"}
+    target.commit(".metadata")
+    assert files(cluster) == FILES
+    assert not any("replaced" in path for path in [*cluster.files, *cluster.folders])
+
+
+def test_single_file(cluster: Cluster) -> None:
+    """One file under the name itself, replaced in one step."""
+    url = "hdfs://lab/run/model.safetensors"
+    for overwrite, content in ((False, b"1" * 2500), (True, b"2" * 800)):
+        target = open_target(url, **{**OPTIONS, "single_file": True, "overwrite": overwrite})
+        target.create("model.safetensors", len(content))
+        target.write("model.safetensors", 0, content)
+        target.commit(None)
+        assert cluster.files == {"/run/model.safetensors": content}
+    with pytest.raises(TargetExists, match="is there already"):
+        open_target(url, **{**OPTIONS, "single_file": True})
+    with pytest.raises(TargetExists, match="is a file"):
+        open_target(url, **OPTIONS)
+    with pytest.raises(UsageError, match="is the root folder"):
+        open_target("hdfs://lab/", **OPTIONS)
+
+
+def test_discarded(cluster: Cluster) -> None:
+    """Nothing is left of what is given up."""
+    target = open_target(URL, **OPTIONS)
+    write(target)
+    target.abandon(discard=True)
+    assert cluster.files == {}
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "over"])
+def test_death_at_every_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, *, old: bool) -> None:
+    """Wherever a run dies, what has the final name is whole, and going on ends with the same bytes and no leftovers."""
+    monkeypatch.setattr("ckpt_tool.storage.part_uploads.N_UPLOADS", 1)
+    monkeypatch.setattr(part_target, "N_UPLOADS", 1)
+    number = 0
+    while True:
+        number += 1
+        cluster.files.clear()
+        cluster.folders.clear()
+        if old:
+            cluster.files["/run/out/old"] = b"old"
+            cluster.make("/run/out")
+        cluster.n_calls, cluster.dies_at = 0, number
+        try:
+            run(overwrite=old)
+            break
+        except Died:
+            cluster.dies_at = None
+        assert files(cluster) in ({}, {"old": b"old"}, FILES)
+        if files(cluster) == FILES:
+            continue
+        try:
+            run(overwrite=True, resume=True)
+        except TargetExists as error:
+            assert "killed at its very end" in (error.hint or "")  # noqa: PT017 - a rare end, checked when it comes
+            assert files(cluster, "/run/out.partial") == FILES
+            continue
+        assert files(cluster) == FILES
+        assert not any(path.startswith("/run/out.") for path in cluster.files)
+    assert number > 60
