@@ -31,6 +31,9 @@ _STATE = re.compile(
     r"optim|scheduler|trainer_state|training_args|random_state|rng|dataloader|data\.pt|common\.pt|model"
 )
 
+_HOLDS_TENSORS = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|distcp|gguf)$|^\.metadata$")
+_LATEST_LINKS = frozenset({"latest", "last", "newest", "current", "latest_checkpoint", "last_checkpoint"})
+
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
@@ -165,17 +168,20 @@ class _Run:
         self.notes: tuple[str, ...] = ()
         files = group_steps(listing)
         self._named = dict(_trackers(store, listing, files))
+        self._links = dict(_links(listing, files))
         files += _tagged(self._named, listing, files)
         if not files:
             files = self._unnamed(listing)
+        else:
+            files += self._own_files(listing, files)
         self.files = sorted(files, key=_order)
-        parents = sorted({step.parent for step in files}, key=natural)
+        parents = sorted({step.parent for step in files if step.path}, key=natural)
         if len(parents) > 1:
             shown = ", ".join(parent or "." for parent in parents[:3])
-            self.notes = (
+            self.notes += (
                 f"steps of {len(parents):,} folders are listed together: {shown}; give one for its own newest",
             )
-        self._families = {step.path: families(step) for step in self.files if not step.is_file}
+        self._families = {step.path: families(step) for step in self.files if step.path and not step.is_file}
 
     def _unnamed(self, listing: Listing) -> list[StepFiles]:
         """The run as one checkpoint, or its folders that are one each, where none is called like a step."""
@@ -188,6 +194,19 @@ class _Run:
         else:
             self.notes = ("no name tells a step: the last written one counts as the newest",)
         return [_files_below(listing, folder) for folder in folders]
+
+    def _own_files(self, listing: Listing, steps: Sequence[StepFiles]) -> list[StepFiles]:
+        """A checkpoint of the run's own files beside its steps, as a trainer leaves when it ends."""
+        taken = {step.path for step in steps if step.is_file}
+        sizes = {path: n for path, n in listing.sizes.items() if "/" not in path and path not in taken}
+        sizes = {path: n for path, n in sizes.items() if path not in self._named}
+        times = [listing.modified[path] for path in sizes if path in listing.modified]
+        name = StepName(None, is_temporary=False)
+        own = StepFiles("", name, is_file=False, sizes=sizes, modified=max(times, default=None))
+        if not any(_HOLDS_TENSORS.search(path) for path in sizes) or not judge(own, self._store, self._url).parts:
+            return []
+        self.notes = ("its own files are a checkpoint too, listed as .",)
+        return [own]
 
     def step(self, files: StepFiles) -> RunStep:
         """What is found of one step."""
@@ -213,6 +232,13 @@ class _Run:
         """How each tracker agrees with the steps."""
         for path, text in self._named.items():
             yield Tracker(path, text, self._says(path, text, listing))
+        for path, text in self._links.items():
+            name = path.rpartition("/")[2].lower()
+            target = next((step for step in self.files if step.path == text), None)
+            if target is None:
+                yield Tracker(path, text, f"is a link to {text}, and there is no such step here")
+            elif name in _LATEST_LINKS:
+                yield Tracker(path, text, self._says(path, text.rpartition("/")[2], listing))
 
     def _says(self, path: str, text: str, listing: RunListing) -> str | None:
         target = _target(path, text, self.files)
@@ -268,6 +294,17 @@ def _trackers(store: Store, listing: Listing, files: Sequence[StepFiles]) -> Ite
             text = tracker_text(store, path, nbytes)
             if text is not None:
                 yield path, text
+
+
+def _links(listing: Listing, files: Sequence[StepFiles]) -> Iterator[tuple[str, str]]:
+    """Links beside steps: those that lead to one of them, or to nothing."""
+    parents = {step.parent for step in files}
+    steps = {step.path for step in files}
+    for path, target in sorted(listing.links.items()):
+        is_here = target in steps or any(target.startswith(f"{step}/") for step in steps)
+        is_nothing = target not in steps and not any(known.startswith(f"{target}/") for known in listing.sizes)
+        if path.rpartition("/")[0] in parents and (is_here or is_nothing):
+            yield path, target
 
 
 def _tagged(named: dict[str, str], listing: Listing, files: Sequence[StepFiles]) -> list[StepFiles]:

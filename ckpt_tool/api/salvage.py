@@ -160,7 +160,7 @@ def _read(source: Source) -> tuple[Reader, TolerantReading]:
     except StorageError:
         raise
     except CkptError as error:
-        if not any(path.endswith(SUFFIX) for path in source.listing.paths):
+        if not source.listing.match(f"*{SUFFIX}") or source.listing.entry is not None:
             raise
         first = error
     try:

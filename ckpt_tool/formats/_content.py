@@ -45,6 +45,8 @@ _MAGIC: tuple[tuple[bytes, Content], ...] = (
     (b"PAR1", Content("a Parquet file")),
     (b"ARROW1", Content("an Arrow file")),
     (b"%PDF", Content("a PDF")),
+    (b"bplist00", Content("a property list, as iCloud leaves in a file's place", "have the file downloaded first")),
+    (b"7z\xbc\xaf\x27\x1c", Content("a 7z archive", "unpack it with 7z x")),
 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._content import HEAD_NBYTES, content_of
+from ckpt_tool.formats._folder import folder_content, kinds_of_files
 from ckpt_tool.formats.base import Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
@@ -77,7 +78,11 @@ def _about_file(source: Source, probes: list[tuple[Probe, Reader]]) -> FormatErr
     content = content_of(source.head(entry, HEAD_NBYTES))
     if content is not None:
         return FormatError(f"is {content.what}, which is no checkpoint", where=f"{url}/{entry}", hint=content.fix)
-    return FormatError(f"no known checkpoint format ({_reasons(probes)})", where=f"{url}/{entry}")
+    likely = [(probe, reader) for probe, reader in probes if probe.confidence > 0]
+    why = f" ({_reasons(likely)})" if likely else ": its first bytes are those of nothing known"
+    return FormatError(
+        f"no known checkpoint format{why}", where=f"{url}/{entry}", hint="ckpt formats lists what is read"
+    )
 
 
 def _is_part(entry: str, reader: Reader, whole: Source) -> bool:
@@ -93,8 +98,6 @@ def _is_part(entry: str, reader: Reader, whole: Source) -> bool:
 def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFound:
     """The error for a folder that is no checkpoint: empty, the wrong level, or unknown."""
     url = source.listing.url.rstrip("/")
-    if not source.listing.sizes:
-        return NotFound("an empty folder, no checkpoint", where=url)
     inside = _checkpoints_below(source)
     if inside:
         listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
@@ -104,7 +107,16 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
             where=url,
             hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
         )
-    return NotFound(f"no known checkpoint format ({_reasons(probes)})", where=url)
+    content = folder_content(source.listing.sizes)
+    if content is not None:
+        fix = None if content.fix is None else content.fix.replace("FOLDER", url)
+        return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
+    likely = [(probe, reader) for probe, reader in probes if probe.confidence > 0] or probes[-1:]
+    return NotFound(
+        f"no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({_reasons(likely)})",
+        where=url,
+        hint="ckpt formats lists what is read",
+    )
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, str]]:

@@ -48,6 +48,7 @@ class LocalStore:
         self.cost = LOCAL_COST
         self._root = os.path.abspath(root)
         self._entry = entry
+        self._links: dict[str, str] = {}
         self._handles = Handles(self._open, limit=MAX_OPEN_FILES)
 
     def listing(self) -> Listing:
@@ -155,7 +156,7 @@ class LocalStore:
             if len(sizes) > MAX_FILES:
                 hint = "name a folder further down"
                 raise UsageError(f"has more than {MAX_FILES:,} files below it", where=self.url, hint=hint)
-        return Listing(self.url, dict(sorted(sizes.items())), self._entry, modified, tuple(sorted(empty)))
+        return Listing(self.url, dict(sorted(sizes.items())), self._entry, modified, tuple(sorted(empty)), self._links)
 
     def _walk(self) -> Iterator[tuple[str, os.stat_result | None]]:
         """Relative path and state of each file, None for an empty folder; real folders before linked ones."""
@@ -173,6 +174,8 @@ class LocalStore:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 try:
+                    if entry.is_symlink() and not entry.is_file():
+                        self._links[path] = self._leads_to(path)
                     if entry.is_dir():
                         is_deep = self._entry is not None or path.count("/") >= MAX_DEPTH
                         # Every ext4 volume has a lost+found, which only root may read.
@@ -183,6 +186,14 @@ class LocalStore:
                 except OSError as error:
                     if error.errno not in {errno.ENOENT, errno.ELOOP}:  # removed since, a link to nothing or to itself
                         raise _failure(error, join_url(self.url, path)) from error
+
+    def _leads_to(self, path: str) -> str:
+        """Where a link leads to: below the root, or as it stands."""
+        full = os.path.join(self._root, path)
+        real, root = os.path.realpath(full), os.path.realpath(self._root)
+        if real.startswith(root.rstrip(os.sep) + os.sep):
+            return os.path.relpath(real, root).replace(os.sep, "/")
+        return os.readlink(full)
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
         try:

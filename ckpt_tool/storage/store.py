@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -47,6 +47,8 @@ class Listing:
     """When each file was last written, in seconds since 1970, where the storage tells."""
     empty: tuple[str, ...] = ()
     """Folders that nothing lies in, where the storage has folders."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Links to folders, and links to nothing: path, and where it leads to, relative to the root where it lies below."""
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

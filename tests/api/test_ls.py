@@ -332,3 +332,45 @@ def test_folders_of_any_name(tmp_path: Path) -> None:
 def test_layout_of_rank_files() -> None:
     """The number of ranks that wrote files."""
     assert [step.layout for step in ls(FIXTURES / "ckpt/rank_files_v1/ckpt").steps] == ["3 ranks"]
+
+
+def test_links(tmp_path: Path) -> None:
+    """``latest`` as a link: it agrees, it lags behind, it leads to nothing; other links are nobody's business."""
+    titan(tmp_path, "step-10", "step-20")
+    (tmp_path / "latest").symlink_to("step-20")
+    (tmp_path / "best").symlink_to("step-10")
+    found = ls(tmp_path)
+    assert [step.path for step in found.steps] == ["step-10", "step-20"]
+    assert [(each.path, each.names, each.says) for each in found.trackers] == [("latest", "step-20", None)]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "step-10", target_is_directory=True)
+    (tracker,) = ls(tmp_path).trackers
+    assert tracker.says == "names step-10; newer and complete: step-20"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step-30")
+    (tracker,) = ls(tmp_path).trackers
+    assert tracker.says == "is a link to step-30, and there is no such step here"
+    newest = ls(tmp_path, latest=True).latest
+    assert newest is not None
+    assert newest.path == "step-20"
+
+
+def test_own_files_beside_steps(tmp_path: Path) -> None:
+    """A trainer's final model in the run's folder is listed with the steps, and is not the newest of them."""
+    copied(HF, tmp_path / "run")
+    copied(HF, tmp_path / "run/checkpoint-5", tmp_path / "run/checkpoint-10")
+    (tmp_path / "run/training_args.bin").write_bytes(b"x")
+    found = ls(tmp_path / "run")
+    assert [(step.path, step.step, step.is_complete) for step in found.steps] == [
+        ("", None, True), ("checkpoint-5", 5, True), ("checkpoint-10", 10, True),
+    ]  # fmt: skip
+    assert found.latest is not None
+    assert found.latest.path == "checkpoint-10"
+    assert found.steps[0].n_files == 5
+    assert found.notes == ("its own files are a checkpoint too, listed as .",)
+    min((tmp_path / "run").glob("*.safetensors")).unlink()
+    assert not ls(tmp_path / "run").steps[0].is_complete
+    for path in (tmp_path / "run").glob("*.*"):
+        path.unlink()
+    (tmp_path / "run/config.json").write_bytes(b"{}")
+    assert [step.path for step in ls(tmp_path / "run").steps] == ["checkpoint-5", "checkpoint-10"]

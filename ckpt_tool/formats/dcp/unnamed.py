@@ -44,7 +44,7 @@ class UnnamedItemsReader(ResolvedReader):
         tensors: list[TensorMeta] = []
         chunks: list[Chunk] = []
         notes: list[str] = []
-        paths = [path for path in source.listing.paths if path.endswith(SUFFIX)]
+        paths = source.listing.match(f"*{SUFFIX}")
         heads = ItemHeads()
         for path in paths:
             nbytes = source.listing.nbytes(path)

@@ -1,0 +1,81 @@
+"""What a folder without a checkpoint holds instead, told from the names and sizes of its files; for messages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from ckpt_tool.formats._content import Content
+
+__all__ = ["folder_content", "kinds_of_files"]
+
+_UNFINISHED = re.compile(r"\.(?:incomplete|part|partial|crdownload|aria2|download|tmp)$")
+_PLACEHOLDER = re.compile(r"(?:^|/)\.[^/]+\.icloud$|\.(?:icloud|cloudf?|gdownload)$")
+_ARCHIVE = re.compile(r"\.(?:tar|tgz|tbz2|txz|zip|7z|rar|tar\.(?:gz|bz2|xz|zst))$")
+_TOKENIZER = re.compile(
+    r"(?:^|/)(?:tokenizer[^/]*|vocab\.(?:json|txt)|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
+    r"[^/]*(?:sentencepiece|spiece|spm)[^/]*|chat_template\.[^/]+)$"
+)
+_TENSORS = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|distcp|npz|npy|gguf|h5|msgpack)$")
+_DESCRIBING = re.compile(r"\.(?:json|md|txt|ya?ml|toml|py|gitattributes|gitignore|jinja)$|(?:^|/)LICENSE$")
+
+
+def folder_content(sizes: Mapping[str, int]) -> Content | None:
+    """What these files are when no reader knows them, None where nothing known fits.
+
+    >>> folder_content({"tokenizer.json": 5, "config.json": 1}).what
+    'a tokenizer without a model'
+    """
+    if not sizes:
+        return Content("an empty folder")
+    items = [path for path in sizes if path.endswith(".distcp")]
+    if items:
+        n = _counted(len(items), ".distcp file")
+        return Content(
+            f"{n} without .metadata, which names what they hold: its save did not end, or it was not copied",
+            "fetch .metadata, or take what can be told without it: ckpt verify FOLDER --salvage OUT",
+        )
+    unfinished = [path for path in sizes if _UNFINISHED.search(path)]
+    if unfinished:
+        n = _counted(len(unfinished), "unfinished file")
+        return Content(f"a download or a save that did not end: {n} ({unfinished[0]})", "let it end, or start it again")
+    waiting = [path for path in sizes if _PLACEHOLDER.search(path)]
+    if waiting:
+        n = _counted(len(waiting), "placeholder")
+        return Content(f"{n} of files that lie in a cloud ({waiting[0]})", "have them downloaded to this machine first")
+    tensors = [path for path in sizes if _TENSORS.search(path)]
+    if tensors and not any(sizes[path] for path in tensors):
+        return Content(
+            f"{_counted(len(tensors), 'empty file')} where tensors should be ({tensors[0]})",
+            "the disk was full, or the copy did not end; fetch them again",
+        )
+    archives = [path for path in sizes if _ARCHIVE.search(path)]
+    if archives and not tensors:
+        return Content(f"{_counted(len(archives), 'archive')} ({archives[0]})", "unpack it, and name the folder in it")
+    others = [path for path in sizes if not _DESCRIBING.search(path) and not _TOKENIZER.search(path)]
+    if not tensors and not others:
+        if any(_TOKENIZER.search(path) for path in sizes):
+            return Content("a tokenizer without a model", "fetch the model's weights too")
+        return Content(f"{_counted(len(sizes), 'describing file')} without tensors", "fetch the weights too")
+    return None
+
+
+def kinds_of_files(sizes: Mapping[str, int]) -> str:
+    """The files by the ends of their names, most first.
+
+    >>> kinds_of_files({"a.x": 1, "b.x": 1, "c": 1})
+    '2 .x, 1 without an ending'
+    """
+    ends = Counter(_ending(path) for path in sizes)
+    shown = [f"{n:,} {end or 'without an ending'}" for end, n in ends.most_common(4)]
+    return ", ".join(shown) + (" ..." if len(ends) > len(shown) else "")
+
+
+def _ending(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return f".{name.rpartition('.')[2]}" if "." in name.lstrip(".") else ""
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

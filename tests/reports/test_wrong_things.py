@@ -1,0 +1,171 @@
+"""What people give by mistake is called what it is, with what to type or fetch instead; on every command."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from tests.reports.conftest import FIXTURES, Ckpt
+from tests.reports.made import put
+
+DCP = FIXTURES / "torch/dcp_fsdp2_tp_2x2/ckpt"
+HF = FIXTURES / "torch/hf_sharded/ckpt"
+VERL = FIXTURES / "torch/verl_2d/ckpt"
+COMMANDS = (
+    ["inspect"], ["verify"], ["export", "@", "OUT"], ["reshard", "@", "OUT"], ["cat", "@", "w"], ["diff", "@", str(HF)],
+    ["edit", "@", "OUT", "--drop", "x"], ["verify", "@", "--salvage", "OUT"], ["plan"],
+)  # fmt: skip
+
+
+def tarred(folder: Path) -> bytes:
+    """A tar archive of a folder."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.add(folder, "ckpt")
+    return data.getvalue()
+
+
+def zipped(folder: Path) -> bytes:
+    """A zip archive of a folder."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, f"ckpt/{path.name}")
+    return data.getvalue()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1234567\n"
+FILES: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
+    "lfs": ("model.safetensors", lambda: LFS, "a git-LFS pointer", "git lfs pull"),
+    "html": ("model.bin", lambda: b"<!DOCTYPE html><html>login</html>", "an HTML page", "fetch it again"),
+    "xml": ("a.pt", lambda: b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "an XML error", "token"),
+    "empty": ("a.pt", lambda: b"", "an empty file", "did not finish"),
+    "zeros": ("a.pt", lambda: bytes(4096), "only zero bytes", "cut"),
+    "json": ("config.json", lambda: b'{"hidden_size": 8}', "JSON text", "name the folder"),
+    "tar": ("a.tar", lambda: tarred(HF), "a tar archive", "tar -x"),
+    "tar called pt": ("a.pt", lambda: tarred(HF), "a tar archive", "tar -x"),
+    "zip": ("a.zip", lambda: zipped(HF), "a zip", ""),
+    "gzip": ("a.pt", lambda: b"\x1f\x8b\x08\0" + bytes(60), "a gzip file", "gunzip"),
+    "icloud": ("a.safetensors", lambda: b"bplist00" + bytes(60), "iCloud", "downloaded"),
+    "text": ("a.ckpt", lambda: b"epoch 3 loss 1.2\n", "plain text", ""),
+    "noise": ("a.pt", lambda: bytes(range(1, 200)), "its first bytes are those of nothing known", "ckpt formats"),
+}
+
+
+@pytest.mark.parametrize("case", FILES.values(), ids=FILES)
+def test_files(tmp_path: Path, ckpt: Ckpt, case: tuple[str, Callable[[], bytes], str, str]) -> None:
+    """A file that is something else."""
+    name, data, what, fix = case
+    put(tmp_path, {name: data()})
+    ran = ckpt("verify", tmp_path / name)
+    assert ran.status == 3
+    assert what in ran.text
+    assert fix in ran.text
+
+
+FOLDERS: dict[str, tuple[dict[str, bytes], str, str]] = {
+    "tokenizer": ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}, "a tokenizer without a model", "weights"),
+    "config only": ({"config.json": b"{}", "README.md": b"x"}, "2 describing files without tensors", "weights"),
+    "unfinished": ({"config.json": b"{}", "model.safetensors.incomplete": b"x"}, "did not end: 1 unfinished", "again"),
+    "cache": ({"blobs/abc.incomplete": b"x"}, "did not end: 1 unfinished file (blobs/abc.incomplete)", "again"),
+    "placeholder": ({".model.safetensors.icloud": b"bplist00"}, "1 placeholder of files", "downloaded"),
+    "archive": ({"ckpt.tar.gz": b"\x1f\x8b"}, "1 archive (ckpt.tar.gz)", "unpack it"),
+    "empty files": ({"a.pt": b"", "b.pt": b""}, "2 empty files where tensors should be", "fetch them again"),
+    "code": ({"train.py": b"", "a.so": b"\x7fELF"}, "no known checkpoint format among 1 .so, 1 .py", "ckpt formats"),
+    "nothing": ({}, "an empty folder", ""),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS.values(), ids=FOLDERS)
+def test_folders(tmp_path: Path, ckpt: Ckpt, case: tuple[dict[str, bytes], str, str]) -> None:
+    """A folder that holds something else."""
+    files, what, fix = case
+    (tmp_path / "x").mkdir()
+    put(tmp_path / "x", files)
+    ran = ckpt("inspect", tmp_path / "x")
+    assert ran.status == 3
+    assert what in ran.text
+    assert fix in ran.text
+    assert len(ran.text) < 600
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids="-".join)
+def test_every_command(tmp_path: Path, ckpt: Ckpt, words: list[str]) -> None:
+    """A pointer, a page and a run's folder get the same answer from every command, and nothing is written."""
+    put(tmp_path / "lfs", {"model.safetensors": LFS})
+    shutil.copytree(DCP, tmp_path / "run/step-5")
+    shutil.copytree(DCP, tmp_path / "run/step-10")
+    for name, what in (("lfs", "a git-LFS pointer"), ("run", "give one of them, such as")):
+        places = {"@": str(tmp_path / name), "OUT": str(tmp_path / "out")}
+        argv = [places.get(word, word) for word in words] + ([] if "@" in words else [places["@"]])
+        ran = ckpt(*argv)
+        assert ran.status == 3, ran
+        assert what in ran.text
+        assert not (tmp_path / "out").exists()
+
+
+def test_dcp_without_metadata(tmp_path: Path, ckpt: Ckpt) -> None:
+    """Data files alone: what is missing, and what can be had without it."""
+    shutil.copytree(DCP, tmp_path / "d")
+    (tmp_path / "d/.metadata").unlink()
+    ran = ckpt("inspect", tmp_path / "d")
+    assert ran.status == 3
+    assert ".distcp files without .metadata" in ran.text
+    assert f"ckpt verify {tmp_path / 'd'} --salvage OUT" in ran.text
+
+
+def test_one_file_of_many(ckpt: Ckpt) -> None:
+    """One rank's file, one file of a DCP checkpoint."""
+    ran = ckpt("inspect", min(DCP.glob("*.distcp")))
+    assert ran.status == 3
+    assert f'give the folder: "{DCP}"' in ran.text
+    ran = ckpt("inspect", min(VERL.glob("*.pt")))
+    assert ran.status == 3 or "rank" in ran.text
+
+
+def test_renamed(tmp_path: Path, ckpt: Ckpt) -> None:
+    """A torch file called ``.pth.tar`` or ``.safetensors``, a safetensors file called ``.bin``: content tells."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pth.tar")
+    assert ckpt("inspect", tmp_path / "model.pth.tar").status == 0
+    shutil.copy(tmp_path / "model.pth.tar", tmp_path / "model.safetensors")
+    ran = ckpt("inspect", tmp_path / "model.safetensors")
+    assert ran.status == 0 or "a torch.save file" in ran.text
+    save_file({"w": np.ones(2)}, tmp_path / "a.bin")
+    assert ckpt("inspect", tmp_path / "a.bin").status == 0
+
+
+def test_step_instead_of_run(ckpt: Ckpt) -> None:
+    """``ckpt ls`` of a single checkpoint says that it is one."""
+    ran = ckpt("ls", DCP)
+    assert ran.status == 0
+    assert "it is one checkpoint, no run with steps" in ran.text
+
+
+def test_a_partial_download_of_one_file(tmp_path: Path, ckpt: Ckpt) -> None:
+    """A safetensors file that is still being fetched is told as cut, not as damaged."""
+    save_file({"w": np.ones(500)}, tmp_path / "m.safetensors")
+    raw = (tmp_path / "m.safetensors").read_bytes()
+    (tmp_path / "m.safetensors.incomplete").write_bytes(raw[:-700])
+    ran = ckpt("inspect", tmp_path / "m.safetensors.incomplete")
+    assert ran.status == 3
+    assert "700 missing" in ran.text
+    assert "cut" in ran.text
+
+
+def test_index_alone(tmp_path: Path, ckpt: Ckpt) -> None:
+    """The index was copied, the files that it names were not."""
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    put(tmp_path, {"model.safetensors.index.json": json.dumps(index).encode()})
+    ran = ckpt("inspect", tmp_path)
+    assert ran.status == 3
+    assert "only the index was copied" in ran.text
