@@ -19,6 +19,7 @@ from ckpt_tool.api.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.hf_names import NamesOptions, with_hf_names
+from ckpt_tool.api.masters import of_masters
 from ckpt_tool.api.names import module_names, renamed
 from ckpt_tool.api.rank_state import by_name
 from ckpt_tool.api.selection import select_tensors
@@ -52,6 +53,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dtype: str | None = None,
+    masters: bool = False,
     tied: Literal["keep", "drop", "auto"] = "auto",
     unequal: str | Sequence[str] | None = None,
     max_shard_nbytes: int | None = None,
@@ -80,6 +82,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         include: globs or ``re:`` patterns of tensors to take.
         exclude: globs or ``re:`` patterns of tensors to leave.
         dtype: cast the model's floating tensors; each cast is reported.
+        masters: fp32 masters of the optimizer in place of the weights, which are roundings of them.
         tied: tensors that share bytes: ``keep`` writes each, ``drop`` the first only, ``auto`` drops when the source's
             config says that embeddings are tied.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
@@ -101,10 +104,14 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         checkpoint,
         include=include,
         exclude=exclude,
-        sections=None if everything or include else ("model",),
+        sections=None if everything or include or masters else ("model",),
         unequal=unequal,
     )
     manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
+    if masters:
+        manifest, masters_dropped, masters_notes = of_masters(checkpoint, manifest)
+        dropped += masters_dropped
+        notes += masters_notes
     manifest, tied_dropped, tied_notes = without_tied(checkpoint, manifest, tied)
     dropped += tied_dropped
     notes += tied_notes
@@ -155,7 +162,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             durable,
             manifest_url_for(target, digest),
         ),
-        origins=origins_of(before, views) if views else None,
+        origins=origins_of(before, views) if views and not masters else None,
     )
 
 

@@ -16,6 +16,7 @@ from ckpt_tool.cli.options import (
     Exclude,
     Include,
     Json,
+    Masters,
     Memory,
     NoFsync,
     Overwrite,
@@ -85,6 +86,7 @@ def export(
     include: Include = None,
     exclude: Exclude = None,
     dtype: Dtype = None,
+    masters: Masters = False,
     tied: Annotated[
         Tied, typer.Option(help="Tensors that share bytes: write each, only the first, or as the config says.")
     ] = Tied.auto,
@@ -132,6 +134,7 @@ def export(
         include=include or (),
         exclude=exclude or (),
         dtype=dtype,
+        masters=masters,
         tied=tied.value,
         unequal=unequal,
         max_shard_nbytes=None if max_shard_size is None else parse_bytes(max_shard_size),

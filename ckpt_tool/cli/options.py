@@ -26,6 +26,7 @@ __all__ = [
     "Include",
     "Json",
     "LastStageLayers",
+    "Masters",
     "Memory",
     "MeshText",
     "NoFsync",
@@ -144,6 +145,13 @@ Dtype = Annotated[
         metavar="NAME",
         help="Cast the model's floating tensors (bf16, fp32 ...); every cast is reported.",
         show_default=False,
+    ),
+]
+
+Masters = Annotated[
+    bool,
+    typer.Option(
+        "--masters", help="The optimizer's fp32 masters in place of the weights, which are roundings of them."
     ),
 ]
 

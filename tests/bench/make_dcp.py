@@ -1,11 +1,13 @@
-"""torchrun --nproc_per_node=N make_dcp.py FOLDER GIGABYTES: a DCP checkpoint as FSDP2 saves one, with Llama's names.
+"""torchrun --nproc_per_node=N make_dcp.py FOLDER GIGABYTES [groups]: a DCP checkpoint of FSDP2, with names of Llama.
 
-Weights in bfloat16, a float32 master copy and two moments, every tensor Shard(0) over all ranks.
+Weights in bfloat16, a float32 master copy and two moments, every tensor Shard(0) over all ranks; with ``groups`` steps
+and the optimizer's one group of parameters too, without which no optimizer takes the rest.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ def sharded(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> DTe
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def main(folder: str, gigabytes: float) -> None:
+def main(folder: str, gigabytes: float, *, with_groups: bool) -> None:
     """Save the checkpoint."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -58,9 +60,13 @@ def main(folder: str, gigabytes: float) -> None:
         for name, shape in shapes.items()
     }
     model = {name: sharded(shape, torch.bfloat16, mesh) for name, shape in shapes.items()}
-    dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=folder)
+    optimizer: dict[str, Any] = {"state": state}
+    if with_groups:
+        optimizer["state"] = {name: {**slots, "step": torch.tensor(1.0)} for name, slots in state.items()}
+        optimizer["param_groups"] = [{"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "params": list(shapes)}]
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=folder)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), with_groups="groups" in sys.argv[3:])

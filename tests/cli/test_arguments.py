@@ -22,7 +22,7 @@ MEGATRON: dict[str, Any] = {"config": None, "arguments": {}}
 RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
-    "true_vocab": None, "include": (), "exclude": (), "dtype": None,
+    "true_vocab": None, "include": (), "exclude": (), "dtype": None, "masters": False,
     "tied": "auto", "unequal": None, "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 

@@ -6,13 +6,13 @@ Names are those of the module, without what stands for the module in the source'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._torch_file.written import blob_entry
 from ckpt_tool.formats.deepspeed.vectors import MASTER
+from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, ParameterKey, optimizer_views
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
@@ -20,9 +20,6 @@ from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 __all__ = ["STEP", "Parameter", "TargetGroup", "TargetState"]
 
 STEP = "step"
-_MODULE_KEYS = ("module", "model", "state_dict")
-_MASTER_NAMES = frozenset({MASTER, "fp32_param", "master_param", "param"})
-"""What a master is called: by DeepSpeed, by Megatron (with and without the distributed optimizer), by others."""
 
 
 @dataclass
@@ -81,7 +78,7 @@ class TargetState:
         view = _view(tensors, blobs, info)
         found = cls(tuple(view.prefix.split(".")) if view.prefix else ())
         named = view.named()
-        by_fqn = _module_names(tensors, {key for key in named if isinstance(key, str)})
+        by_fqn = module_names(tensors, {key for key in named if isinstance(key, str)})
         found.weights = {name: tensors.index[fqn] for fqn, name in by_fqn.items()}
         values = {blob.fqn: blob.value for blob in blobs}
         for (key, states), original in zip(named.items(), view.parameters, strict=True):
@@ -100,7 +97,7 @@ class TargetState:
         self, own: Parameter, states: Mapping[str, str], tensors: TensorTable, values: Mapping[str, Any]
     ) -> None:
         for state, fqn in states.items():
-            called = MASTER if state in _MASTER_NAMES else state
+            called = MASTER if state in MASTER_STATES else state
             if fqn in tensors.index:
                 own.states[called] = tensors.index[fqn]
             elif fqn in values:
@@ -140,18 +137,3 @@ def _view(tensors: TensorTable, blobs: Sequence[Blob], info: Mapping[str, Any]) 
             hint="write weights alone as safetensors, or a state of another form as dcp",
         )
     return views[0]
-
-
-def _module_names(tensors: TensorTable, parameters: AbstractSet[str]) -> dict[str, str]:
-    """By fqn of each weight: its name in the module, as the optimizer calls it.
-
-    A first key that stands for the module is no part of it; of names without keys, where the optimizer lacks it too.
-    """
-    found: dict[str, str] = {}
-    is_long = any(meta.fqn in parameters for meta in tensors if meta.section == "model" and len(meta.path) == 1)
-    for meta in tensors:
-        if meta.section == "model":
-            first, _, rest = meta.fqn.partition(".")
-            is_keyed = first in _MODULE_KEYS and bool(rest) and (len(meta.path) > 1 or not is_long)
-            found[meta.fqn] = rest if is_keyed else meta.fqn
-    return found
