@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage in ("2", "3"):
         words = ["--to", "deepspeed", "--zero-stage", stage, "--dp", N_RANKS, "--dtype", "bf16", "--no-fsync"]
         subprocess.run([*CKPT, "reshard", source, str(base / f"zero{stage}"), *words], check=True, capture_output=True)
-    words = ["--include", "model.*", "--dp", N_RANKS, "--no-fsync"]
-    subprocess.run([*CKPT, "reshard", source, str(base / "weights"), *words], check=True, capture_output=True)
+    words = ["--to", "dcp", "--names", "source", "--no-fsync"]
+    subprocess.run([*CKPT, "export", source, str(base / "weights"), *words], check=True, capture_output=True)
     return base
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.reshard import reshard
@@ -107,7 +108,8 @@ def test_training_goes_on(targets: Mapping[str, Path], tmp_path: Path) -> None:
 
 def test_its_tools_take_it(targets: Mapping[str, Path], tmp_path: Path) -> None:
     """``zero_to_fp32`` gives the truth, and ``ds_to_universal`` each master and moment, round robin included."""
-    chosen = [case for case in CASES if case[0] != "ds_z0_fp32"]
+    # Elastic checkpoints crash ds_to_universal, its own too ('list' object has no attribute 'get').
+    chosen = [case for case in CASES if case[0] not in ("ds_z0_fp32", "ds_z2_elastic")]
     rows = [(str(targets[name_of(case)]), str(tmp_path / name_of(case))) for case in chosen]
     command = [os.environ["CKPT_PEER_DEEPSPEED"], "-c", TOOLS, json.dumps(rows)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
@@ -117,9 +119,9 @@ def test_its_tools_take_it(targets: Mapping[str, Path], tmp_path: Path) -> None:
         found = load_file(tmp_path / f"{name_of(case)}.safetensors")
         expected = {name.removeprefix("fp32/"): value for name, value in truth.items() if name.startswith("fp32/")}
         assert set(expected) < set(found)
-        assert all(np.array_equal(found[name], value) for name, value in expected.items()), case
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), case
         with open_checkpoint(tmp_path / name_of(case)) as universal:
             for name in expected:
                 for state in ("fp32", "exp_avg", "exp_avg_sq"):
                     own = universal[f"optimizer.state.{name}.{state}"].numpy()
-                    assert np.array_equal(own, truth[f"{state}/{name}"]), (case, name, state)
+                    assert np.array_equal(own, truth[f"{state}/{name}"].numpy()), (case, name, state)
