@@ -27,7 +27,7 @@ from ckpt_tool.api.values import as_values
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, Writer, WriterOptions
+from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, StyledWriter, Writer, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
@@ -154,6 +154,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     if optim_style is not None:
         carried, restyled = _restyled(carried, optim_style)
         notes += restyled
+        if isinstance(writer, StyledWriter):
+            manifest, blobs = writer.restyled(carried.manifest, carried.blobs, optim_style)
+            carried = replace(carried, manifest=manifest, blobs=blobs)
     manifest = carried.manifest
     tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
     if isinstance(writer, PlacingWriter):

@@ -33,6 +33,7 @@ __all__ = [
     "Reader",
     "Segment",
     "Source",
+    "StyledWriter",
     "WriteRequest",
     "Writer",
     "WriterOptions",
@@ -357,6 +358,17 @@ class PlacingWriter(Writer, Protocol):
             info: what the source says beyond tensors.
             options: choices of the writer.
         """
+        ...
+
+
+@runtime_checkable
+class StyledWriter(Writer, Protocol):
+    """A writer whose program calls everything otherwise where its optimizer names or numbers its parameters."""
+
+    def restyled(
+        self, source: Manifest, blobs: Sequence[Blob], style: Literal["ids", "fqn", "fqn-flat"]
+    ) -> tuple[Manifest, tuple[Blob, ...]]:
+        """``source`` and its objects under the names that go with a style of optimizers, which have it already."""
         ...
 
 

@@ -85,6 +85,13 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
             hint="leave --optim-style out: they keep their names then",
         )
     keys = list(dict.fromkeys([*(key for group in view.groups for key in group.params), *view.parameters]))
+    if len({type(key) for key in keys}) > 1:
+        raise UsageError(
+            f"groups of {view.prefix or 'the optimizer'} number parameters whose state is named, and nothing tells "
+            "which number is whose",
+            where=manifest.root,
+            hint="leave --optim-style out",
+        )
     if spelling == "ids":
         return {key: number for number, key in enumerate(keys)}
     unknown = [key for key in keys if isinstance(key, int) and key not in view.names]

@@ -10,10 +10,12 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ckpt_tool.api.reshard import reshard
 
@@ -22,6 +24,11 @@ pytestmark = pytest.mark.peer
 FAMILY = Path(__file__).parents[2] / "fixtures/bytecheckpoint"
 SCRIPT = FAMILY / "make/bcp_make.py"
 TARGETS: dict[str, dict[str, Any]] = {"one": {}, "dp3": {"dp": 3}, "tp2dp2": {"tp": 2, "dp": 2}}
+
+
+LAYERS = [f"blocks.{i}.{part}.{kind}" for i in range(3) for part in ("ln", "up", "down") for kind in ("weight", "bias")]
+ORDER = ["emb.weight", *LAYERS, "head.weight"]
+"""Parameters of the script's model, as an optimizer numbers them."""
 
 
 def load(mode: str, folder: Path, world_size: int) -> str:
@@ -55,3 +62,31 @@ def test_the_library_loads_it(name: str, mode: str, world_size: int, target: str
     reshard(FAMILY / name / "ckpt", tmp_path / "there", to="bytecheckpoint", **options)
     shutil.copy(FAMILY / name / "truth.safetensors", tmp_path / "there")
     assert load(mode, tmp_path / "there", world_size).startswith(f"LOAD {mode} world {world_size} tensors 81 bad 0 []")
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "mode", "world_size"),
+    [
+        ("ddp_2r", "fqn", "fsdp2", 2),
+        ("ddp_2r", "fqn", "fsdp", 2),
+        ("hsdp_4r", "ids", "ddp", 1),
+        ("hsdp_4r", "ids", "ddp", 2),
+    ],
+)
+def test_between_numbers_and_names(name: str, style: str, mode: str, world_size: int, tmp_path: Path) -> None:
+    """DDP into FSDP and FSDP2, and FSDP into DDP, where its own loader ends with a KeyError."""
+    folder = tmp_path / "there"
+    reshard(FAMILY / name / "ckpt", folder, to="bytecheckpoint", optim_style=style, rank_state="drop", durable=False)
+    save_file(dict(as_the_other(load_file(FAMILY / name / "truth.safetensors"), style)), folder / "truth.safetensors")
+    assert load(mode, folder, world_size).startswith(f"LOAD {mode} world {world_size} tensors 81 bad 0 []")
+
+
+def as_the_other(truth: Mapping[str, Any], style: str) -> Iterator[tuple[str, Any]]:
+    """The truth under the keys of the mode that is to load it."""
+    for key, value in truth.items():
+        section, rest = key.split("/", 1)
+        if section == "model":
+            yield (f"model/module.{rest}" if style == "ids" else f"model/{rest.removeprefix('module.')}"), value
+        else:
+            name, state = rest.split("/")
+            yield f"optim/{ORDER.index(name) if style == 'ids' else ORDER[int(name)]}/{state}", value

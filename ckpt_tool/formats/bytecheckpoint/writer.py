@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.bytecheckpoint.keys import Key, key_of, rank_of, with_names
 from ckpt_tool.formats.bytecheckpoint.location import SECTIONS, TRACKER
 from ckpt_tool.formats.bytecheckpoint.metadata_pickle import metadata_pickle
+from ckpt_tool.formats.bytecheckpoint.wrapper import with_wrapper
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS as MANIFEST_SECTIONS
@@ -39,6 +40,12 @@ class ByteCheckpointWriter:
 
     name = "bytecheckpoint"
     per_rank = False
+
+    def restyled(
+        self, source: Manifest, blobs: Sequence[Blob], style: Literal["ids", "fqn", "fqn-flat"]
+    ) -> tuple[Manifest, tuple[Blob, ...]]:
+        """DDP's names with numbers, FSDP's with names."""
+        return with_wrapper(source, blobs, is_ddp=style == "ids")
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """``global_step_<N>`` with the tracker written last where the step is known, else the step's folder itself.
