@@ -138,7 +138,8 @@ def _params(source: Source) -> tuple[Mapping[str, Any], list[str]]:
         raise FormatError(f"not JSON: {str(error)[:200]}", where=_PARAMS) from error
     if not isinstance(params, dict):
         raise FormatError(f"expected a JSON object, got {type(params).__name__}", where=_PARAMS)
-    return params, []
+    inner = params.get("model")
+    return (inner if isinstance(inner, dict) and "dim" not in params else params), []
 
 
 def _config(params: Mapping[str, Any]) -> dict[str, Any]:

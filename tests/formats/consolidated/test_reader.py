@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -78,6 +79,15 @@ def test_without_params_the_norm_tells(tmp_path: Path) -> None:
     assert as_bytes(folder) == as_bytes(CHECKPOINTS / "consolidated_llama3/ckpt")
 
 
+def test_params_below_a_key_of_their_own(tmp_path: Path) -> None:
+    """Some files of Llama 3 have the sizes under ``model``."""
+    folder = made(tmp_path, lambda rank, state: None)
+    path = folder / "params.json"
+    path.write_text(json.dumps({"model": json.loads(path.read_text())}))
+    with open_checkpoint(folder) as checkpoint:
+        assert "vocab 26" in checkpoint.manifest.notes[-1]
+
+
 def test_params_of_another_model_are_refused(tmp_path: Path) -> None:
     """Sizes that fit no way name the weight and both numbers."""
     folder = made(tmp_path, lambda rank, state: None, dim=64)
@@ -137,6 +147,15 @@ def test_damaged_params(text: bytes, tmp_path: Path) -> None:
     (folder / "params.json").write_bytes(text)
     with pytest.raises(FormatError, match=r"params\.json"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["consolidated_llama2", "consolidated_llama3"])
+def test_the_export_is_what_transformers_makes_of_it(name: str, tmp_path: Path) -> None:
+    """Names and bytes of every tensor are those of transformers' own converter of Meta's files (4.46.3)."""
+    export(CHECKPOINTS / name / "ckpt", tmp_path / "m.safetensors", durable=False)
+    expected = json.loads((CHECKPOINTS / name / "hf.json").read_text())
+    ours = as_bytes(tmp_path / "m.safetensors")
+    assert {fqn: hashlib.sha256(data).hexdigest() for fqn, (_, _, data) in ours.items()} == expected
 
 
 def test_export_has_the_names_of_transformers(tmp_path: Path) -> None:
