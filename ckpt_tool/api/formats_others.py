@@ -47,6 +47,10 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         "GGUF (llama.cpp); quantised blocks as what they are",
         _zoo("gguf 0.19.0", plain_and_quantised="gguf_mixed", split="gguf_split", big_endian="gguf_big"),
     ),
+    "flax-msgpack": (
+        "Flax's MessagePack: flax_model.msgpack, checkpoint_N",
+        _zoo("flax 0.12.8", state="flax_state", model_in_two_files="flax_parts"),
+    ),
     "npz": (
         "NumPy's .npz",
         (

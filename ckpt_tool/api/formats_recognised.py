@@ -23,6 +23,7 @@ RECOGNISED = {
     "hf-bin": "*.bin.index.json",
     "consolidated": "consolidated.<NN>.pth",
     "gguf": "the first four bytes of a file: GGUF",
+    "flax-msgpack": "one .msgpack (or numbered ones), or a file checkpoint_<N> that is a map of MessagePack",
     "npz": "a zip named .npz, or one that holds .npy files only",
     "torch-ranks": "torch.save files whose names differ in a rank number",
     "torch-save": "the first bytes of a file: torch.save's zip or stream",

@@ -1,0 +1,1 @@
+"""Flax: trees of arrays in MessagePack."""
