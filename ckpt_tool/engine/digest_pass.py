@@ -103,8 +103,8 @@ def digest_tensors(
 
 def _planned(manifest: Manifest, rows: list[int], limits: PlanLimits, sums: _Sums) -> list[tuple[Tiles, Pieces]]:
     """Plans of all tensors that have one; those in the way of the others are noted."""
-    tiles = _tiles(manifest, rows, limits)
     try:
+        tiles = _tiles(manifest, rows, limits)
         return [(tiles, plan_reads(manifest, tiles))]
     except (CoverageError, Unsupported) as error:
         if len(rows) == 1:

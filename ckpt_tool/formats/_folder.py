@@ -30,7 +30,7 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
     if not sizes:
         return Content("an empty folder")
     items = [path for path in sizes if path.endswith(".distcp")]
-    if items:
+    if items and ".metadata" not in sizes:
         n = _counted(len(items), ".distcp file")
         return Content(
             f"{n} without .metadata, which names what they hold: its save did not end, or it was not copied",

@@ -111,7 +111,9 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     if content is not None:
         fix = None if content.fix is None else content.fix.replace("FOLDER", url)
         return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
-    likely = [(probe, reader) for probe, reader in probes if probe.confidence > 0] or probes[-1:]
+    top = [path for path in source.listing.sizes if "/" not in path]
+    likely = [each for each in probes if each[0].confidence > 0 or any(path in each[0].why for path in top)]
+    likely = likely or probes[-1:]
     return NotFound(
         f"no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({_reasons(likely)})",
         where=url,

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from ckpt_tool.errors import Unsupported
 from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["cut_tiles"]
+
+_MAX_TILES = 50_000_000
+"""200 TB in tiles of 4 MiB: more is no checkpoint, and its columns alone would fill memory."""
 
 
 def cut_tiles(regions: Boxes, *, bits: IntArray, max_tile_bytes: int, whole: IntArray) -> Boxes:
@@ -26,6 +30,9 @@ def cut_tiles(regions: Boxes, *, bits: IntArray, max_tile_bytes: int, whole: Int
 
     Returns:
         Tiles in global coordinates, with ``key`` = row of ``regions``.
+
+    Raises:
+        Unsupported: more tiles than any checkpoint has.
 
     >>> import numpy as np
     >>> r = Boxes(np.array([0]), np.array([[0, 0]]), np.array([[5, 4]]))
@@ -51,6 +58,11 @@ def cut_tiles(regions: Boxes, *, bits: IntArray, max_tile_bytes: int, whole: Int
     )
     step = np.minimum(step, regions.sizes)
     counts = -(-regions.sizes // step)
+    if (total := float(np.prod(counts, axis=1, dtype=np.float64).sum())) > _MAX_TILES:
+        raise Unsupported(
+            f"elements that take {total:,.0f} tiles of {max_tile_bytes:,} bytes, expected {_MAX_TILES:,} at most",
+            hint="a tensor may repeat a few stored elements without end (expand); leave it out with --exclude",
+        )
     n_tiles = np.prod(counts, axis=1)
     region = np.repeat(np.arange(n), n_tiles)
     within = np.arange(len(region)) - np.repeat(np.cumsum(n_tiles) - n_tiles, n_tiles)
