@@ -17,11 +17,11 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.errors import StorageError
-from ckpt_tool.formats.base import BoxTable, LayOut, Writer, WriteRequest, WriterOptions
+from ckpt_tool.formats.base import BoxTable, LayOut, Segment, Writer, WriteRequest, WriterOptions
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.origins import Origins
-from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
+from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
+from ckpt_tool.manifest.tables import SECTIONS, FileTable, IntArray, TensorTable
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.describe import plan_json
 from ckpt_tool.plan.model import Cast, Plan
@@ -202,6 +202,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
     options: WriterOptions,
     execution: Execution,
     origins: Origins | None = None,
+    companions: Mapping[str, bytes] | None = None,
 ) -> Conversion:
     """Lay the target out and plan it.
 
@@ -219,6 +220,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         options: choices of the writer.
         execution: how it will be run.
         origins: what ``tensors`` were made of, where they are views.
+        companions: small files to write beside the tensors, by name; a target that is one file has none.
     """
     url = os.fspath(target_url)
     single = url.endswith(_FILE_SUFFIXES) and not writer.per_rank and options.max_shard_nbytes is None
@@ -238,6 +240,8 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         options=options,
     )
     layout = writer.lay_out(request)
+    if companions and not single:
+        layout = _accompanied(layout, companions)
     payload_nbytes = int(source.tensors.nbytes.sum())
     limits = replace(
         plan_limits(execution.memory_budget_bytes, execution.n_workers, payload_nbytes),
@@ -247,6 +251,16 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
     return Conversion(
         checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),
         execution, single, origins,
+    )  # fmt: skip
+
+
+def _accompanied(layout: LayOut, companions: Mapping[str, bytes]) -> LayOut:
+    """The layout with further files."""
+    entries = (FileEntry(name, len(data)) for name, data in companions.items())
+    files = FileTable((*layout.manifest.files, *entries))
+    segments = (Segment(name, 0, data) for name, data in companions.items())
+    return replace(
+        layout, manifest=layout.manifest.replace(files=files), segments=(*layout.segments, *segments)
     )  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,9 +34,11 @@ from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.layout.origins import origins_of, renaming_views
 from ckpt_tool.layout.views import View
 from ckpt_tool.manifest.model import Blob
+from ckpt_tool.manifest.tables import TensorTable
 
 __all__ = ["export", "prepare_export"]
 
+_HAS_CONFIG = frozenset({"safetensors"})
 _HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing"})
 _BY_SUFFIX = {".npz": "npz", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
 
@@ -142,6 +146,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     else:
         dropped += [Dropped(blob.fqn, "not a tensor") for blob in checkpoint.manifest.blobs]
     tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
+    config = {} if by_family is None or to not in _HAS_CONFIG else dict(by_family.config)
     return build_conversion(
         checkpoint,
         manifest,
@@ -163,7 +168,15 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             manifest_url_for(target, digest),
         ),
         origins=origins_of(before, views) if views and not masters else None,
+        companions={"config.json": _config_text(config, tensors)} if config else {},
     )
+
+
+def _config_text(config: Mapping[str, Any], tensors: TensorTable) -> bytes:
+    """``config.json`` with the type that most weights have."""
+    names = Counter(one.name for one in tensors.dtypes if one.kind == "float")
+    stated = {"torch_dtype": names.most_common(1)[0][0]} if names else {}
+    return (json.dumps({**config, **stated}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _by_suffix(target: str | os.PathLike[str]) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
 from ckpt_tool.api.vocabulary import true_vocabulary
 from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.layout.model_config import Translated, config_of
 from ckpt_tool.layout.naming import rename
 from ckpt_tool.layout.naming_match import NamingMatch, choose_naming, match_names
-from ckpt_tool.layout.naming_rules import load_naming
+from ckpt_tool.layout.naming_rules import Naming, load_naming
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.origins import renaming_views
 from ckpt_tool.layout.views import View, apply_views
@@ -25,6 +27,7 @@ from ckpt_tool.manifest.tables import SECTIONS
 __all__ = ["HfNames", "NamesOptions", "parse_facts", "with_hf_names"]
 
 # Fact: its name among Megatron's arguments, and in a Hugging Face config.
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight")
 _RECORDED = {
     "heads": ("num_attention_heads", "num_attention_heads"),
     "kv_heads": ("num_query_groups", "num_key_value_heads"),
@@ -34,6 +37,7 @@ _RECORDED = {
     "tp": ("tensor_model_parallel_size", None),
     "rotary_interleaved": ("rotary_interleaved", None),
     "apply_layernorm_1p": ("apply_layernorm_1p", None),
+    "swiglu": ("swiglu", None),
 }
 
 
@@ -58,6 +62,8 @@ class HfNames:
     notes: tuple[str, ...]
     views: tuple[View, ...]
     """What each tensor is made of."""
+    config: Mapping[str, Any]
+    """What belongs into the model's ``config.json``, as far as the source tells; empty where it does not."""
 
 
 def parse_facts(texts: Iterable[str]) -> dict[str, int]:
@@ -120,7 +126,21 @@ def with_hf_names(
     views = (*renaming.views, *renaming_views(manifest, [(fqn, fqn) for fqn in kept]))
     notes = [f"{len(fqns):,} tensors become {len(renaming.views):,}: {found.evidence}", *renaming.notes, *vocab_notes]
     notes += _output_layer_notes(checkpoint.manifest, {view.fqn for view in renaming.views}, is_whole=is_whole)
-    return HfNames(result, tuple(Dropped(fqn, why) for fqn, why in renaming.dropped), tuple(notes), views)
+    written = _config(checkpoint, found.naming, renaming.views, is_whole=is_whole)
+    notes += written.notes
+    dropped = tuple(Dropped(fqn, why) for fqn, why in renaming.dropped)
+    return HfNames(result, dropped, tuple(notes), views, written.values)
+
+
+def _config(checkpoint: Checkpoint, naming: Naming, views: Sequence[View], *, is_whole: bool) -> Translated:
+    """``config.json`` of a model of Megatron's: what its arguments tell of it."""
+    if not is_whole or not isinstance(checkpoint.manifest.info.get("args"), Mapping):
+        return Translated({}, ())
+    rows = [row for row, blob in enumerate(checkpoint.manifest.blobs) if blob.fqn == "args"]
+    states = [getattr(checkpoint.load_blobs(rows)[row].value, "state", None) for row in rows]
+    args = {**checkpoint.manifest.info["args"], **(states[0] if states and isinstance(states[0], dict) else {})}
+    embeddings = [view.shape[0] for view in views if view.fqn.endswith(_EMBEDDINGS)]
+    return config_of(args, naming.model_types, n_tokens=embeddings[0] if embeddings else None)
 
 
 def _naming(fqns: Sequence[str], options: NamesOptions) -> NamingMatch | None:

@@ -6,8 +6,8 @@ The table between the two is data, ``configs.toml``; what it does not know is sa
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -20,10 +20,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Translated", "arguments_of", "known_types"]
+__all__ = ["Translated", "arguments_of", "config_of", "known_types"]
 
 _SCALED_ROPE = ("rope_scaling", "rope_parameters")
 _PLAIN_ROPE = (None, "default")
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+"""What Megatron does with ``use_rope_scaling`` (core 0.19, ``models/common/embeddings/rotary_pos_embedding.py``)."""
+_KINDS = ("", "not", "dense first", "times moe")
+_WITH_DEFAULT = ("num_query_groups", "kv_channels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +46,35 @@ class _Same:
     """One number, in both."""
 
     argument: str
+    also: tuple[str, ...]
     config: tuple[str, ...]
     default: Any
-    is_negated: bool
+    kind: str
     models: tuple[str, ...]
     but: tuple[str, ...]
 
     def is_of(self, model_type: str) -> bool:
         return model_type not in self.but and (not self.models or model_type in self.models)
+
+    def to_argument(self, value: Any, config: Mapping[str, Any]) -> Any:
+        if self.kind == "not":
+            return not value
+        if self.kind == "dense first":
+            return [0] * value + [1] * (config["num_hidden_layers"] - value)
+        return value * config["moe_intermediate_size"] if self.kind == "times moe" else value
+
+    def to_config(self, value: Any, args: Mapping[str, Any]) -> Any:
+        """The config's value; None where the argument's is none that it could be made of."""
+        if self.kind == "not":
+            return not value
+        if self.kind == "dense first":
+            layers = value if isinstance(value, list) else [1] * args["num_layers"] if value == 1 else []
+            dense = layers.index(1) if 1 in layers else 0
+            return dense if layers and all(layers[dense:]) else None
+        if self.kind == "times moe":
+            width = args.get("moe_ffn_hidden_size")
+            return value // width if width and value % width == 0 else None
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +102,20 @@ def _table() -> _Table:
     models: dict[str, _Model] = {}
     for entry in document["model"]:
         check_keys(entry, {"type", "architecture", "like", "arguments", "config"}, "configs.toml")
-        base = models[entry["like"]].arguments if "like" in entry else {}
-        model = _Model(
-            entry["type"], entry["architecture"], {**base, **entry.get("arguments", {})}, entry.get("config", {})
-        )
-        models[model.type] = model if model.config or "like" not in entry else replace(
-            model, config=models[entry["like"]].config
-        )  # fmt: skip
+        base = models[entry["like"]] if "like" in entry else _Model("", "", {}, {})
+        arguments = {**base.arguments, **entry.get("arguments", {})}
+        config = entry.get("config", base.config)
+        models[entry["type"]] = _Model(entry["type"], entry["architecture"], arguments, config)
     return _Table(tuple(_same(entry) for entry in document["same"]), models)
 
 
 def _same(entry: Mapping[str, Any]) -> _Same:
-    check_keys(entry, {"argument", "config", "default", "negated", "models", "but"}, "configs.toml")
+    check_keys(entry, {"argument", "also", "config", "default", "kind", "models", "but"}, "configs.toml")
+    kind = entry.get("kind", "")
+    if kind not in _KINDS:
+        raise LayoutError(f"kind {kind!r}, expected one of {_KINDS}", where="configs.toml")
     return _Same(
-        entry["argument"], tuple(entry["config"]), entry.get("default"), entry.get("negated", False),
+        entry["argument"], tuple(entry.get("also", ())), tuple(entry["config"]), entry.get("default"), kind,
         tuple(entry.get("models", ())), tuple(entry.get("but", ())),
     )  # fmt: skip
 
@@ -121,12 +148,11 @@ def arguments_of(config: Mapping[str, Any], where: str) -> Translated:
         if not same.is_of(model.type):
             continue
         found = next((value for key in same.config if (value := _lookup(config, key)) is not None), same.default)
-        if found is None and same.argument not in ("num_query_groups", "kv_channels"):
-            raise LayoutError(
-                f"{same.config[0]} is not there", where=where, hint="it is needed for Megatron's arguments"
-            )
+        if found is None and same.argument not in _WITH_DEFAULT:
+            hint = "it is needed for Megatron's arguments"
+            raise LayoutError(f"{same.config[0]} is not there", where=where, hint=hint)
         if found not in (None, ""):
-            values[same.argument] = (not found) if same.is_negated else found
+            values[same.argument] = same.to_argument(found, config)
     heads = values["num_attention_heads"]
     groups = values.setdefault("num_query_groups", heads)
     values["group_query_attention"] = groups != heads
@@ -144,20 +170,26 @@ def _lookup(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _differences(config: Mapping[str, Any], model: _Model, where: str) -> Iterator[str]:
-    """Nothing, unless a key says that the model is not like others of its type.
+    """What Megatron has no argument for.
 
     Raises:
         LayoutError: weights would not be what Megatron takes them for.
     """
     for key, expected in model.config.items():
         found = config.get(key, expected)
-        if found is not None and found != expected:
-            raise LayoutError(
-                f"{key} is {found!r}, expected {expected!r}: Megatron's arguments for other models are not known",
-                where=where,
-            )
+        if found is None or found == expected:
+            continue
+        if key == "use_parallel_residual":
+            yield "use_parallel_residual: Megatron's layers compute attention and MLP one after the other"
+            continue
+        raise LayoutError(
+            f"{key} is {found!r}, expected {expected!r}: Megatron's arguments for other models are not known",
+            where=where,
+        )
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         yield f"sliding_window {config['sliding_window']} is not among the arguments written: say --window-size"
+    if model.type == "gemma":
+        yield "gemma scales its embedding and gates with GeLU: Megatron-LM has no arguments for either"
 
 
 def _scaled_rope(config: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -170,3 +202,64 @@ def _scaled_rope(config: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         return {"use_rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}
     notes.append(f"rope scaling {kind!r} of the config is not among the arguments written: say it to Megatron")
     return {}
+
+
+def config_of(args: Mapping[str, Any], model_types: Sequence[str], *, n_tokens: int | None) -> Translated:
+    """``config.json`` for the model of a run with these arguments; without values where they do not suffice.
+
+    Args:
+        args: all arguments that are known.
+        model_types: the types that the model's names allow.
+        n_tokens: rows of the vocabulary that is written, None where there is no embedding.
+    """
+    fitting = [model for name in model_types if (model := _table().models.get(name)) and not _against(args, model)]
+    if not fitting:
+        against = [
+            text for name in model_types if name in _table().models for text in _against(args, _table().models[name])
+        ]
+        return Translated({}, (f"no config.json is written: {'; '.join(against[:3]) or 'no model type is known'}",))
+    model = fitting[0]
+    values: dict[str, Any] = {"architectures": [model.architecture], "model_type": model.type, **model.config}
+    missing: list[str] = []
+    known = {**args, "num_query_groups": _n_groups(args)}
+    for same in _table().same:
+        if not same.is_of(model.type):
+            continue
+        found = next((known[name] for name in (same.argument, *same.also) if known.get(name) is not None), None)
+        value = None if found is None else same.to_config(found, args)
+        if value is None and same.default is None:
+            missing.append(same.argument)
+        elif value is not None:
+            values[same.config[0]] = value
+    if n_tokens is not None:
+        values["vocab_size"] = n_tokens
+        missing = [name for name in missing if name != "vocab_size"]
+    if missing:
+        return Translated(
+            {}, (f"no config.json is written: the checkpoint does not tell args.{', args.'.join(missing)}",)
+        )
+    if args.get("use_rope_scaling"):
+        values["rope_scaling"] = {**_LLAMA3_ROPE, "factor": float(args.get("rope_scaling_factor", 8.0))}
+    notes = [f"config.json is made of the run's arguments, for model_type {model.type}"]
+    if len(fitting) > 1:
+        notes[0] += f" ({' and '.join(one.type for one in fitting[1:])} would fit as well)"
+    notes.append("tokens for begin, end and padding are the tokenizer's: config.json does not name them")
+    return Translated(values, tuple(notes))
+
+
+def _n_groups(args: Mapping[str, Any]) -> Any:
+    """KV groups; Megatron ignores ``num_query_groups`` without ``group_query_attention``."""
+    if args.get("group_query_attention") is False or args.get("num_query_groups") is None:
+        return args.get("num_attention_heads")
+    return args["num_query_groups"]
+
+
+def _against(args: Mapping[str, Any], model: _Model) -> list[str]:
+    """Arguments that models of this type do not have."""
+    ignored = {"attention_dropout", "hidden_dropout", "add_position_embedding", "moe_router_load_balancing_type"}
+    ignored |= {same.argument for same in _table().same if same.is_of(model.type)}
+    return [
+        f"args.{name} is {args[name]!r}, {model.type} has {value!r}"
+        for name, value in model.arguments.items()
+        if name not in ignored and args.get(name) is not None and args[name] != value
+    ]

@@ -45,7 +45,9 @@ def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | N
         LayoutError: no naming is called so, the one that is does not fit, or several fit equally well.
     """
     known = builtin_namings().values()
-    asked = [naming for naming in known if family in (None, naming.family, naming.name)]
+    asked = [
+        naming for naming in known if family in (naming.family, naming.name, None if not naming.only_asked else "")
+    ]
     if not asked:
         families = sorted({naming.family for naming in known} | {naming.name for naming in known})
         raise LayoutError(f"no naming is called {family!r}", hint=f"known are {', '.join(families)}, auto and none")

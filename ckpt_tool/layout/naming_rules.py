@@ -40,7 +40,8 @@ The other way (``naming_back``) a rule is read from ``to``, where it also says
 - ``beside``: it is the rule only where a tensor of this name (groups as in ``to``) is there too.
 
 ``[[ignore]]``: names (``match``) of the other family that have no counterpart here, and ``because``. ``[naming] of``:
-models, by the ``model_type`` of their config, that the rules are of, read the other way. Knows no tensors.
+models, by the ``model_type`` of their config, that the rules are of, read the other way; ``only_asked``: names alone do
+not tell it from others, so it has to be asked for; ``allow``: facts that the base refuses. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ else:
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
 _RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "witness", "back", "beside"}
-_NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts", "of"}
+_NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts", "of", "only_asked", "allow"}
 _COUNTED = ("layer", "expert")
 _SIZE = re.compile(r"(?:[a-z_]+|[1-9][0-9]*)(?:[*/](?:[a-z_]+|[1-9][0-9]*))*")
 
@@ -131,6 +132,10 @@ class Naming:
     ignored: tuple[tuple[re.Pattern[str], str], ...] = ()
     """Names of the other family without a counterpart, and why."""
     model_types: tuple[str, ...] = ()
+    only_asked: bool = False
+    """Names do not tell it from another one, so that it is taken for nobody who has not named it."""
+    allowed: tuple[str, ...] = ()
+    """Facts that a base refuses."""
     layers: str = r"(?:.*\.)?(?P<layer>\d+)\."
     experts: str = r"(?P<expert>\d+)\."
 
@@ -142,8 +147,9 @@ class Naming:
             detect=other.detect or self.detect,
             absent=self.absent + other.absent,
             facts=self.facts + other.facts,
-            refused=self.refused + other.refused,
+            refused=tuple(pair for pair in self.refused if pair[0] not in other.allowed) + other.refused,
             ignored=self.ignored + other.ignored,
+            model_types=other.model_types or self.model_types,
         )
 
 
@@ -200,6 +206,8 @@ def load_naming(
             for entry in document.get("ignore", [])
         ),
         model_types=tuple(head.get("of", ())),
+        only_asked=bool(head.get("only_asked", False)),
+        allowed=tuple(head.get("allow", ())),
         layers=head.get("layers", plain.layers),
         experts=head.get("experts", plain.experts),
     )

@@ -76,6 +76,117 @@ def read(root: Path) -> dict[str, npt.NDArray[Any]]:
         return {fqn: view.numpy() for fqn, view in checkpoint.items()}
 
 
+def latent_model() -> Arrays:
+    """DeepSeek's: latent attention, a dense layer, then experts with a shared one."""
+    rng = np.random.default_rng(5)
+    latent, rope = 10, 4
+    for_layers: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.q_a_proj.weight": (latent, HIDDEN), "self_attn.q_a_layernorm.weight": (latent,),
+        "self_attn.q_b_proj.weight": (HEADS * (HEAD_DIM + rope), latent),
+        "self_attn.kv_a_proj_with_mqa.weight": (latent + rope, HIDDEN), "self_attn.kv_a_layernorm.weight": (latent,),
+        "self_attn.kv_b_proj.weight": (HEADS * 2 * HEAD_DIM, latent),
+        "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN),
+    }  # fmt: skip
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}."
+        shapes |= {f"{stem}{key}": shape for key, shape in for_layers.items()}
+        places = [f"{stem}mlp."]
+        if layer:
+            shapes[f"{stem}mlp.gate.weight"] = (EXPERTS, HIDDEN)
+            shapes[f"{stem}mlp.gate.e_score_correction_bias"] = (EXPERTS,)
+            places = [f"{stem}mlp.experts.{e}." for e in range(EXPERTS)] + [f"{stem}mlp.shared_experts."]
+        for place in places:
+            shapes |= {f"{place}{name}_proj.weight": (WIDTH, HIDDEN) for name in ("gate", "up")}
+            shapes[f"{place}down_proj.weight"] = (HIDDEN, WIDTH)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def neox_model() -> Arrays:
+    """GPT-NeoX's: biases everywhere, queries, key and value head by head, no gate."""
+    rng = np.random.default_rng(6)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+        "attention.query_key_value": (3 * HIDDEN, HIDDEN), "attention.dense": (HIDDEN, HIDDEN),
+        "mlp.dense_h_to_4h": (WIDTH, HIDDEN), "mlp.dense_4h_to_h": (HIDDEN, WIDTH),
+    }  # fmt: skip
+    shapes = {f"gpt_neox.layers.{n}.{key}.weight": shape for n in range(LAYERS) for key, shape in layer.items()}
+    shapes["gpt_neox.final_layer_norm.weight"] = (HIDDEN,)
+    shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
+    shapes |= dict.fromkeys(("gpt_neox.embed_in.weight", "embed_out.weight"), (VOCAB, HIDDEN))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+LATENT = {
+    "num_key_value_heads": HEADS, "q_lora_rank": 10, "kv_lora_rank": 10, "qk_nope_head_dim": HEAD_DIM,
+    "qk_rope_head_dim": 4, "v_head_dim": HEAD_DIM, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
+    "moe_intermediate_size": WIDTH, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_models_whose_layers_differ(tmp_path: Path) -> None:
+    """A dense layer first: layers have names of their own, experts are stacked; all comes back, config included."""
+    weights, config = latent_model(), config_of("deepseek_v3", **LATENT)
+    source = saved(tmp_path / "hf", weights, config)
+    reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, pp=3, arguments=DIVISOR, durable=False)
+    found = read(tmp_path / "mg")
+    assert found["model.decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (EXPERTS, 2 * WIDTH, HIDDEN)
+    assert "model.decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in found
+    assert "model.decoder.layers.1.pre_mlp_layernorm.weight" in found
+    export(tmp_path / "mg", tmp_path / "back", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    del config["head_dim"]
+    assert {key: written.get(key) for key in config} == config
+
+
+def test_heads_side_by_side_stay_so(tmp_path: Path) -> None:
+    """GPT-NeoX's fused rows are Megatron's; biases go along; the local spec has other names for DeepSeek's norms."""
+    weights = neox_model()
+    config = {**config_of("gpt_neox", use_parallel_residual=False, rotary_pct=0.5), "layer_norm_eps": 1e-6}
+    source = saved(tmp_path / "hf", weights, config)
+    reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, arguments=DIVISOR, durable=False)
+    qkv = read(tmp_path / "mg")["model.decoder.layers.self_attention.linear_qkv.weight"]
+    np.testing.assert_array_equal(qkv[1], weights["gpt_neox.layers.1.attention.query_key_value.weight"])
+    export(tmp_path / "mg", tmp_path / "back", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    assert (written["rotary_pct"], written["layer_norm_eps"], written["model_type"]) == (0.5, 1e-6, "gpt_neox")
+    local = {**DIVISOR, "transformer_impl": "local"}
+    source = saved(tmp_path / "latent", latent_model(), config_of("deepseek_v3", **LATENT))
+    reshard(source, tmp_path / "local", to="megatron-dist", arguments=local, durable=False)
+    names = read(tmp_path / "local")
+    assert "model.decoder.layers.0.pre_mlp_layernorm.weight" in names
+    assert "model.decoder.layers.0.self_attention.kv_layernorm.weight" in names
+
+
+def test_config_is_made_of_the_arguments_where_they_suffice(tmp_path: Path) -> None:
+    """From a run of real Megatron; where arguments contradict the family or are missing, a note says which."""
+    source = CHECKPOINTS / "td_full_t2p2d2/ckpt"
+    result = export(source, tmp_path / "out", true_vocab=100, durable=False)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    expected = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 100,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    assert {key: written.get(key) for key in expected} == expected
+    assert any("for model_type llama (mistral would fit as well)" in note for note in result.notes)
+    part = export(source, tmp_path / "part", include=["model.*"], durable=False)
+    assert not (tmp_path / "part/config.json").exists()
+    assert not any("config.json" in note for note in part.notes)
+    unknown = export(
+        CHECKPOINTS / "old012_fsms_t2p1d2/ckpt", tmp_path / "old", facts={"heads": 4, "kv_heads": 2}, durable=False
+    )
+    assert any("no config.json is written: the checkpoint does not tell args." in note for note in unknown.notes)
+
+
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "qwen2, tied": ("qwen2", {"bias": True, "tied": True}, {"tie_word_embeddings": True}),

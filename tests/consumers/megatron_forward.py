@@ -42,6 +42,19 @@ if __name__ == "__main__":
     )
     from megatron.training import arguments, checkpointing, global_vars  # type: ignore[import-not-found]
 
+    class PlainAttention(torch.nn.Module):  # type: ignore[misc]
+        """Softmax attention of [tokens, batch, heads, width], as its paper has it."""
+
+        def __init__(self, config: object, *_: object, softmax_scale: float | None = None, **__: object) -> None:
+            super().__init__()
+            self.scale = softmax_scale
+
+        def forward(self, *tensors: torch.Tensor | None, **_: object) -> torch.Tensor:
+            """Of queries, keys and values; causal, whatever the mask."""
+            states = [x.permute(1, 2, 0, 3) for x in tensors[:3] if x is not None]
+            out = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True, scale=self.scale)
+            return out.permute(2, 0, 1, 3).flatten(2)
+
     args = arguments.parse_args()
     args, stored = checkpointing.load_args_from_checkpoint(args)
     for name, value in vars(stored).items():  # Megatron takes over a part of what shapes a model
@@ -65,6 +78,9 @@ if __name__ == "__main__":
 
     config = arguments.core_transformer_config_from_args(args)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    if args.multi_latent_attention:  # Megatron's own attention has no values of another width than keys
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PlainAttention
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if args.mtp_num_layers else None
     model = GPTModel(
         config, spec, args.padded_vocab_size, args.max_position_embeddings,
