@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tool.engine.distributed_group import Group
     from ckpt_tool.engine.distributed_hosts import Hosts, Published
 
-__all__ = ["SharedManifest", "Stamp", "stamp_of"]
+__all__ = ["SharedManifest", "Stamp", "forget_all", "stamp_of"]
 
 Stamp = tuple[dict[str, int], dict[str, float]]
 """Size of each file, and when it was last written."""
@@ -39,6 +39,11 @@ _kept: OrderedDict[str, tuple[Stamp, Checkpoint]] = OrderedDict()
 def stamp_of(listing: Listing) -> Stamp | None:
     """What tells whether any file has changed; None where the storage does not say when files were written."""
     return (listing.sizes, listing.modified) if listing.modified.keys() == listing.sizes.keys() else None
+
+
+def forget_all() -> None:
+    """Let go of all manifests."""
+    _kept.clear()
 
 
 class SharedManifest:

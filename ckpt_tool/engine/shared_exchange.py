@@ -108,7 +108,8 @@ def plan_shared_reads(
     order = make_schedule(plan, len(everyone), round_bytes=slot_bytes, lone_rounds=False)
     is_shared = order.n_users > 1
     nbytes = plan.tiles.nbytes
-    slot_bytes = max(slot_bytes, int(nbytes[is_shared].max(initial=0)))  # elements narrower than a byte are not cut
+    largest = int(nbytes[is_shared].max(initial=0))  # elements narrower than a byte are not cut
+    slot_bytes = max(slot_bytes, largest) if largest else 0
 
     shared = order.order[is_shared[order.order]]
     shared = shared[np.lexsort((np.arange(len(shared)), order.round[shared], order.reader[shared]))]

@@ -1,17 +1,20 @@
-"""torchrun --nproc_per_node=4 load_job.py FOLDER MEGABYTES ROUNDS: loads beside ``dcp.load``, in turns, from one save.
+"""torchrun --nproc_per_node=4 load_job.py FOLDER MEGABYTES ROUNDS LAYOUT...: loads beside ``dcp.load``, in turns.
 
 The saved state is what FSDP2 and Adam have of a row of linear layers: weights and two moments, ``Shard(0)``. Rank 0
-prints one JSON line for each layout and loader: seconds of all rounds, each the longest of any rank.
+prints one JSON line for each layout and loader: seconds of all rounds, each the longest of any rank. Where
+torch-checkpointing is installed, it saves the same state for itself, and takes its turn.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 import ckpt_tool
+from ckpt_tool.api import load_manifest
 
 WIDTH = 1024
+LAYOUTS: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+WAYS = ("none", "shared-memory", "all-to-all")
+PEER = "torch_checkpointing"
+PEER_MAKE = Path(__file__).parents[2] / "fixtures/torch_checkpointing/make"
 
 
 def build(mesh: DeviceMesh, megabytes: float, placement: Placement | None, *, is_random: bool) -> dict[str, Any]:
@@ -93,20 +101,28 @@ def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placem
         for tensor, other in zip(locals_of(state), spare, strict=True):
             tensor.copy_(other)
 
+    def anew() -> None:
+        load_manifest.forget_all()
+        ckpt_tool.load(state, folder, names=lambda name: name)  # of a function it cannot be known what it did before
+
     loaders: dict[str, Callable[[], Any]] = {
         "memcpy of the state": copy,
         "dcp.load": lambda: dcp.load(state, checkpoint_id=folder),
-        "ckpt_tool.load, auto": lambda: ckpt_tool.load(state, folder),
-        "ckpt_tool.load, none": lambda: ckpt_tool.load(state, folder, exchange="none"),
-        "ckpt_tool.load, all-to-all": lambda: ckpt_tool.load(state, folder, exchange="all-to-all"),
+        **(
+            {"torch-checkpointing": lambda: peer().load(f"{folder}-peer", into=state, strict=True)}
+            if has_peer()
+            else {}
+        ),
+        "ckpt_tool.load, planned anew": anew,
+        **{f"ckpt_tool.load, {way}": loader_of(state, folder, way) for way in ("auto", *WAYS)},
     }
     seconds: dict[str, list[float]] = {name: [] for name in loaders}
     nbytes = dict.fromkeys(loaders, 0)
     expected: list[torch.Tensor] = []
     for number in range(n + 1):
-        for name, loader in loaders.items():
+        for name, load in loaders.items():
             before = read_bytes()
-            took = timed(loader)
+            took = timed(load)
             total = torch.tensor(read_bytes() - before)
             dist.all_reduce(total)
             nbytes[name] = int(total)
@@ -118,26 +134,64 @@ def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placem
                 tensor.zero_()
     if dist.get_rank() == 0:
         for name, times in seconds.items():
-            row = {
-                "layout": layout, "loader": name, "min_s": min(times), "median_s": statistics.median(times),
-                "read_mb": nbytes[name] / 1e6,
-            }  # fmt: skip
+            row = {"layout": layout, "loader": name, "seconds": times, "read_mb": nbytes[name] / 1e6}
             print("ROW " + json.dumps(row), flush=True)
 
 
-def main(folder: str, megabytes: float, n_rounds: int) -> None:
+def loader_of(state: dict[str, Any], folder: str, way: Any) -> Callable[[], Any]:
+    """A load that says at its first time what it has chosen."""
+    said: list[str] = []
+
+    def load() -> None:
+        report = ckpt_tool.load(state, folder, exchange=way)
+        if way == "auto" and not said and dist.get_rank() == 0:
+            print("WHY " + json.dumps(f"{report.exchange}: {report.why}"), flush=True)
+        said.append(report.exchange)
+
+    return load
+
+
+def has_peer() -> bool:
+    """Whether torch-checkpointing is installed."""
+    return find_spec(PEER) is not None
+
+
+def peer() -> Any:
+    """A manager of torch-checkpointing that reshards, on CPUs."""
+    sys.path.insert(0, str(PEER_MAKE))
+    from _cpu import patch  # type: ignore[import-not-found]
+    from torch_checkpointing import CheckpointManager, ItemSpec  # type: ignore[import-not-found]
+    from torch_checkpointing.config import SyncCheckpointSaverConfig  # type: ignore[import-not-found]
+    from torch_checkpointing.default_resharder import DefaultResharder  # type: ignore[import-not-found]
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # type: ignore[import-not-found]
+
+    patch()
+    logging.disable(logging.WARNING)
+    resharder = DefaultResharder()
+    return CheckpointManager(
+        CheckpointManager.Config(
+            items={"model": ItemSpec(resharder=resharder), "optim": ItemSpec(resharder=resharder)},
+            save=SyncCheckpointSaverConfig(),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+    )
+
+
+def main(folder: str, megabytes: float, n_rounds: int, layouts: list[str]) -> None:
     """Save once, then compare for each layout."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if not os.path.exists(os.path.join(folder, ".metadata")):
-        dcp.save(build(mesh, megabytes, Shard(0), is_random=True), checkpoint_id=folder)
-    compare(folder, mesh, megabytes, "rows to the same rows", Shard(0), n_rounds)
-    compare(folder, mesh, megabytes, "rows to columns", Shard(1), n_rounds)
-    compare(folder, mesh, megabytes, "rows to replicas", Replicate(), n_rounds)
+        state = build(mesh, megabytes, Shard(0), is_random=True)
+        dcp.save(state, checkpoint_id=folder)
+        if has_peer():
+            peer().save(f"{folder}-peer", state)
+    for layout in (layout for layout in layouts if layout in LAYOUTS):
+        compare(folder, mesh, megabytes, f"rows to {layout}", LAYOUTS[layout], n_rounds)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or list(LAYOUTS))
