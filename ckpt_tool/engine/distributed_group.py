@@ -7,6 +7,7 @@ Waiting is bounded by ``timeout_s``. Carries bytes and integers only, never pick
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ __all__ = ["Group"]
 
 _MAX_TEXT_BYTES = 1 << 20
 _HEAD_BYTES = 128 << 10  # of a broadcast whose length only the first rank knows; most end within it
+_SOURCE_LINE = re.compile(r"^\[[^\]]*\] *")  # that gloo puts in front of what it says
 _KINDS: dict[str, type[CkptError]] = {
     kind.__name__: kind for child in CkptError.__subclasses__() for kind in (child, *child.__subclasses__())
 }
@@ -202,7 +204,7 @@ class Group:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:  # what torch raises for a timeout as well as for a peer that has gone
-            raise self.lost(str(error).splitlines()[0]) from error
+            raise self.lost(_SOURCE_LINE.sub("", str(error).splitlines()[0])) from error
 
     def watch(self, ended: Callable[[], Sequence[int]]) -> None:
         """Have ``ended`` asked, when something fails, which ranks are known to be gone."""

@@ -51,7 +51,7 @@ class RollCall:
                 break
             time.sleep(0.02)
         if silent and store is not None:
-            return f"rank {', '.join(map(str, silent[:8]))} did not answer within {timeout_s:,.0f} s ({said})"
+            return f"rank {', '.join(map(str, silent[:8]))} did not answer ({said})"
         first = min(rank for rank in range(self._size) if rank != self._rank)
         return f"rank {first} gave up: {self._told(store, first)}" if store is not None else said
 

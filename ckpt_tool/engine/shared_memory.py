@@ -38,6 +38,9 @@ class Segment:
         Raises:
             StorageError: there is no memory for it.
         """
+        available = _available_bytes()
+        if nbytes > available:  # nobody says no to an anonymous file: the system would end processes instead
+            raise StorageError(f"no shared memory of {nbytes:,} bytes: {available:,} are available")
         try:
             fd = os.memfd_create("ckpt-tool", os.MFD_CLOEXEC)
             try:
@@ -84,6 +87,13 @@ class Segment:
             with suppress(OSError):
                 os.close(self.fd)
             self.fd = -1
+
+
+def _available_bytes() -> int:
+    """Memory that this host can give without taking it from anyone; a large number where it does not tell."""
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    return 1 << 40
 
 
 def host_key() -> int:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
-from tests.job import workers
+from tests.job import faults, workers
 
 pytestmark = pytest.mark.dist
 
@@ -20,7 +19,7 @@ SECONDS = 20.0
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks raised."""
     folder = tmp_path_factory.mktemp("failures")
-    mp.spawn(workers.failures, (4, str(folder / "rendezvous"), str(folder)), nprocs=4)
+    workers.start(workers.failures, 4, folder)
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
 
 
@@ -54,11 +53,38 @@ def test_not_strict(told: list[dict[str, Any]]) -> None:
     assert [rank["not strict"] for rank in told] == [{"missing": ["mine"], "unexpected": []}] * 4
 
 
+@pytest.mark.parametrize("struck", [0, 2])
 @pytest.mark.parametrize("way", workers.EXCHANGES)
-def test_a_rank_that_dies(tmp_path: Path, way: str) -> None:
-    """When a rank is gone the other one raises, instead of waiting for ever."""
-    mp.spawn(workers.lost_rank, (2, str(tmp_path / "rendezvous"), str(tmp_path), way), nprocs=2)
-    told = json.loads((tmp_path / "0.json").read_text(encoding="utf-8"))
-    assert told["kind"] == "StorageError"
-    assert told["text"] == "rank 0 of 2 cannot go on: rank 1 has ended"
-    assert told["seconds"] < SECONDS + 5
+@pytest.mark.parametrize("stage", [stage for stage in faults.STAGES if stage != "state"])
+def test_a_rank_that_is_killed(tmp_path: Path, stage: str, way: str, struck: int) -> None:
+    """Whichever rank is killed at whichever stage, the others raise at once, and say which it was."""
+    told = faults.run(stage, way, tmp_path, size=3, struck=struck, seconds=0, timeout_s=SECONDS)
+    assert told[struck] is None
+    for rank in {0, 1, 2} - {struck}:
+        assert told[rank]["kind"] == "StorageError"
+        assert f"rank {rank} of 3 cannot go on: rank {struck} has ended" in told[rank]["text"]
+        assert told[rank]["seconds"] < SECONDS
+
+
+def test_a_rank_that_is_killed_before_it_has_said_anything(tmp_path: Path) -> None:
+    """Nobody knows its process by then, but it is the one that does not answer the roll."""
+    told = faults.run("state", "none", tmp_path, size=3, struck=1, seconds=0, timeout_s=SECONDS)
+    for rank in (0, 2):
+        assert f"rank {rank} of 3 cannot go on: rank 1 did not answer (" in told[rank]["text"]
+        assert told[rank]["seconds"] < SECONDS
+
+
+def test_a_rank_that_stands_still(tmp_path: Path) -> None:
+    """A rank that does not answer in time is named by all others; it raises as well when it comes back."""
+    told = faults.run("reading", "shared-memory", tmp_path, size=3, struck=2, seconds=8, timeout_s=3)
+    for rank in (0, 1):
+        assert told[rank]["kind"] == "StorageError"
+        assert f"rank {rank} of 3 cannot go on: rank 2 did not answer (" in told[rank]["text"]
+        assert told[rank]["seconds"] < SECONDS
+    assert "rank 2 of 3 cannot go on: rank 0 " in told[2]["text"]
+
+
+def test_a_slow_rank(tmp_path: Path) -> None:
+    """A rank that is late, but not too late, holds nobody up for good."""
+    told = faults.run("reading", "shared-memory", tmp_path, size=3, struck=1, seconds=2, timeout_s=SECONDS)
+    assert [rank["kind"] for rank in told] == [None] * 3

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
 from tests.job import workers
 
@@ -22,7 +21,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
     folder = tmp_path_factory.mktemp("layouts")
     found = {}
     for size in WORLD_SIZES:
-        mp.spawn(workers.layouts, (size, str(folder / f"rendezvous-{size}"), str(folder)), nprocs=size)
+        workers.start(workers.layouts, size, folder)
         found[size] = [_told(folder / f"{size}.{rank}.json") for rank in range(size)]
     return found
 

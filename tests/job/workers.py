@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
@@ -29,6 +31,7 @@ import ckpt_tool
 from ckpt_tool.api import checkpoint as checkpoint_module
 from ckpt_tool.api import load as load_module
 from ckpt_tool.api import load_manifest as manifest_module
+from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.open import open_payload, open_store
 from ckpt_tool.storage.recording import RecordingStore
@@ -56,9 +59,16 @@ UNCUT = frozenset(name for name, (_, _, cut) in CASES.items() if cut is None or 
 """Cases in which no box is strided in the tensor."""
 
 
+def start(job: Callable[..., None], size: int, folder: Path) -> None:
+    """Run ``job(rank, size, rendezvous, folder)`` in ``size`` processes, forks of one that has torch imported."""
+    multiprocessing.set_forkserver_preload(["tests.job.faults"])
+    rendezvous = folder / f"rendezvous-{size}"
+    torch.multiprocessing.start_processes(job, (size, str(rendezvous), str(folder)), size, start_method="forkserver")
+
+
 def layouts(rank: int, world_size: int, rendezvous: str, out: str) -> None:
     """Load every case both ways, and real FSDP2 models."""
-    with _joined(rank, world_size, rendezvous):
+    with joined(rank, world_size, rendezvous):
         found = {name: {way: _case(name, way, world_size) for way in EXCHANGES} for name in CASES}
         found["choices"] = _choices(world_size)
         found["models"] = {name: _model(name, world_size) for name in ("fsdp2", "fsdp2 x tp")}
@@ -66,29 +76,84 @@ def layouts(rank: int, world_size: int, rendezvous: str, out: str) -> None:
         Path(f"{out}/{world_size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
+def memory(rank: int, world_size: int, rendezvous: str, out: str) -> None:
+    """How much memory a load takes beside the state, and what a second load of the same structure asks of the group."""
+    with joined(rank, world_size, rendezvous):
+        found = {way: _memory_of(way, f"{out}/big.safetensors") for way in EXCHANGES}
+        found["replayed"] = _replayed(f"{out}/small.safetensors")
+        Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _memory_of(way: str, path: str) -> dict[str, int]:
+    """Bytes by which the process grew at most, and the largest buffers that the report tells of."""
+    state = {name: torch.ones_like(tensor) for name, tensor in load_file(path).items()}
+    small = {name: torch.ones_like(tensor) for name, tensor in load_file(path.replace("big", "small")).items()}
+    ckpt_tool.load(small, path.replace("big", "small"), exchange=way)  # what is imported is not counted
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status("VmRSS")
+    report = ckpt_tool.load(state, path, exchange=way, memory_budget_bytes=16 << 20)
+    grown = _status("VmHWM") - before
+    return {"grown": grown, "buffers": report.max_buffer_nbytes, "different": sum(map(bool, _unlike(state, path)))}
+
+
+def _unlike(state: dict[str, torch.Tensor], path: str) -> list[bool]:
+    return [not tensor.equal(load_file(path)[name]) for name, tensor in state.items()]
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def _replayed(path: str) -> dict[str, Any]:
+    """Collectives and bits of a first and a second load, and of one after the file has changed."""
+    found: dict[str, Any] = {}
+    for number, turn in enumerate(("first", "second", "other tensors", "changed", "again")):
+        if turn == "changed" and dist.get_rank() == 0:
+            time.sleep(0.01)
+            save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+        dist.barrier()
+        truth = load_file(path)
+        state = {name: torch.full_like(tensor, number) for name, tensor in truth.items()}
+        if turn == "other tensors" and dist.get_rank() == 1:  # on one rank only
+            state = {name: torch.full(tensor.t().shape, float(number)).t() for name, tensor in truth.items()}
+        calls: list[str] = []
+        with _counted(calls):
+            report = ckpt_tool.load(state, path, exchange="none")
+        equal = all(state[name].equal(tensor) for name, tensor in truth.items())
+        found[turn] = [report.is_replayed, len(calls), equal]
+    return found
+
+
+@contextmanager
+def _counted(calls: list[str]) -> Any:
+    """Notes each collective."""
+    real = Group._wait
+
+    def wait(self: Group, work: Any) -> None:
+        calls.append("wait")
+        real(self, work)
+
+    Group._wait = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Group._wait = real  # type: ignore[method-assign]
+
+
 def failures(rank: int, world_size: int, rendezvous: str, out: str) -> None:
     """Provoke one failure after another; each must be raised here, whichever rank it befell."""
-    with _joined(rank, world_size, rendezvous):
+    with joined(rank, world_size, rendezvous):
         found = {name: _failure(work, rank) for name, work in _faults(rank).items()}
-        report = ckpt_tool.load({**_plain("hf_sharded"), "mine": torch.ones(2)}, _url("hf_sharded"), strict=False)
+        report = ckpt_tool.load({**plain("hf_sharded"), "mine": torch.ones(2)}, url("hf_sharded"), strict=False)
         found["not strict"] = {"missing": report.missing, "unexpected": report.unexpected}
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def lost_rank(rank: int, world_size: int, rendezvous: str, out: str, way: str) -> None:
-    """The last rank dies in the middle of its first read; the others say what they raise, and when."""
-    with _joined(rank, world_size, rendezvous, is_lost=True):
-        fault = _reads(lambda: os._exit(0)) if rank == world_size - 1 else nullcontext()
-        with fault:
-            told = _failure(
-                lambda: ckpt_tool.load(_plain("hf_sharded"), _url("hf_sharded"), exchange=way, timeout_s=20), rank
-            )
-        Path(f"{out}/{rank}.json").write_text(json.dumps(told), encoding="utf-8")
-        os._exit(0)
-
-
 @contextmanager
-def _joined(rank: int, world_size: int, rendezvous: str, *, is_lost: bool = False) -> Any:
+def joined(rank: int, world_size: int, rendezvous: str, *, is_lost: bool = False) -> Any:
+    """A gloo group of this process and its siblings; nobody waits for them at its end where one is lost."""
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -100,7 +165,8 @@ def _joined(rank: int, world_size: int, rendezvous: str, *, is_lost: bool = Fals
         dist.destroy_process_group()
 
 
-def _url(fixture: str) -> str:
+def url(fixture: str) -> str:
+    """A fixture's checkpoint."""
     return str(FIXTURES / fixture / "ckpt")
 
 
@@ -108,7 +174,8 @@ def _truth(fixture: str) -> dict[str, torch.Tensor]:
     return load_file(FIXTURES / fixture / "truth.safetensors")
 
 
-def _plain(fixture: str) -> dict[str, torch.Tensor]:
+def plain(fixture: str) -> dict[str, torch.Tensor]:
+    """A state of plain zeros for a fixture."""
     return {name: torch.zeros_like(tensor) for name, tensor in _truth(fixture).items()}
 
 
@@ -135,7 +202,7 @@ def _case(name: str, way: str, world_size: int) -> dict[str, Any]:
     state = {fqn: _cut(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
     expected = {fqn: _bits(_cut(tensor, mesh, placements)) for fqn, tensor in truth.items()}
     with _recorded() as stores:
-        report = ckpt_tool.load(state, _url(fixture), exchange=way, memory_budget_bytes=1 << 20)
+        report = ckpt_tool.load(state, url(fixture), exchange=way, memory_budget_bytes=1 << 20)
     return {
         "different": [fqn for fqn, bits in expected.items() if _bits(state[fqn]) != bits],
         "needed": sum(len(bits) for bits in expected.values()),
@@ -153,7 +220,7 @@ def _choices(world_size: int) -> dict[str, Any]:
     for name, placements in {"replicas": None, "rows": (ROWS,)}.items():
         state = {fqn: _cut(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
         with _store_of(_SlowStore):
-            report = ckpt_tool.load(state, _url("hf_sharded"))
+            report = ckpt_tool.load(state, url("hf_sharded"))
         equal = all(_bits(state[fqn]) == _bits(_cut(tensor, mesh, placements)) for fqn, tensor in truth.items())
         found[name] = [report.exchange, report.why, equal]
     return found
@@ -178,7 +245,7 @@ def _model(name: str, world_size: int) -> dict[str, Any]:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    ckpt_tool.load({"model": model}, _url("dcp_fsdp2_4r_fp32"))
+    ckpt_tool.load({"model": model}, url("dcp_fsdp2_4r_fp32"))
     truth = _truth("dcp_fsdp2_4r_fp32")
     state = model.state_dict()
     full = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
@@ -197,7 +264,7 @@ def _fsdp1_model() -> dict[str, Any]:
     )
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict()
-    ckpt_tool.load({"model": state}, _url("dcp_fsdp2_4r_fp32"))
+    ckpt_tool.load({"model": state}, url("dcp_fsdp2_4r_fp32"))
     truth = _truth("dcp_fsdp2_4r_fp32")
     different = []
     for key, value in state.items():
@@ -289,10 +356,10 @@ def _faults(rank: int) -> dict[str, Callable[[], Any]]:
     def unreadable(way: str, error: Exception, only: int) -> None:
         fault: AbstractContextManager[Any] = _reads(lambda: _raise(error)) if rank == only else nullcontext()
         with fault:
-            ckpt_tool.load(_plain("hf_sharded"), _url("hf_sharded"), exchange=way)
+            ckpt_tool.load(plain("hf_sharded"), url("hf_sharded"), exchange=way)
 
     def misfit(**changes: torch.Tensor) -> None:
-        ckpt_tool.load({**_plain("hf_sharded"), **changes}, _url("hf_sharded"))
+        ckpt_tool.load({**plain("hf_sharded"), **changes}, url("hf_sharded"))
 
     broken = StorageError("the disk is gone", where="model-00001.safetensors")
     return {
@@ -305,11 +372,11 @@ def _faults(rank: int) -> dict[str, Callable[[], Any]]:
         "dtype": lambda: misfit(buf_i64=torch.zeros(3)),
         "missing": lambda: misfit(mine=torch.zeros(3), also=torch.zeros(3)),
         "unexpected": lambda: ckpt_tool.load(
-            {k: v for k, v in _plain("hf_sharded").items() if k != "buf_i64"}, _url("hf_sharded")
+            {k: v for k, v in plain("hf_sharded").items() if k != "buf_i64"}, url("hf_sharded")
         ),
-        "nowhere": lambda: ckpt_tool.load(_plain("hf_sharded"), _url("hf_sharded") + "-nowhere"),
+        "nowhere": lambda: ckpt_tool.load(plain("hf_sharded"), url("hf_sharded") + "-nowhere"),
         "no tensor": lambda: ckpt_tool.load(
-            {"w": torch.zeros(2, device="meta") if rank == 3 else torch.zeros(2)}, _url("hf_sharded")
+            {"w": torch.zeros(2, device="meta") if rank == 3 else torch.zeros(2)}, url("hf_sharded")
         ),
     }
 
