@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckpt_tool
-from tests.job.workers import _joined as joined
+from tests.job.workers import joined
 
 LAYOUTS: dict[str, tuple[Placement, ...] | None] = {
     "rows": (Shard(0),),
