@@ -16,13 +16,16 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ckpt_tool.api import checkpoint
 from ckpt_tool.api.reshard import reshard
 from ckpt_tool.engine import run as engine_run
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, TargetExists
+from ckpt_tool.storage.hdfs import place as hdfs_place
+from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
 from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.s3.client import S3Client, split_s3_url
@@ -35,6 +38,7 @@ def make_small() -> None:
     """Many units, journal lines and parts in few bytes."""
     vars(checkpoint)["_TILE_BYTES"] = vars(checkpoint)["_UNIT_BYTES"] = 32 << 10
     vars(engine_run)["_JOURNAL_BYTES"] = 128 << 10
+    vars(hdfs_place)["PART_LIMITS"] = PartLimits(1 << 20, 1 << 20, 10_000, multiple=1 << 20)
     vars(place)["PART_LIMITS"] = PartLimits(PART_BYTES, PART_BYTES, 10_000)
 
 
@@ -92,6 +96,60 @@ class S3Place:
         return len(self.place.begun())
 
 
+class HdfsPlace:
+    """Files below a folder of HDFS."""
+
+    def __init__(self, url: str) -> None:
+        root, self.path = split_hdfs_url(url)
+        self.client = HdfsClient(root)
+
+    def clean(self) -> None:
+        """Remove everything."""
+        for path in (
+            self.path,
+            f"{self.path}.partial",
+            f"{self.path}.digests.json",
+            f"{self.path}.digests.json.partial",
+        ):
+            self.client.delete(path)
+
+    def files(self) -> dict[str, str]:
+        """Digests of what has the final name."""
+        return {
+            f.path[len(self.path) + 1 :]: hashlib.sha256(self.client.read(f.path, 0, f.nbytes, where="")).hexdigest()
+            for f in self.client.files(self.path)
+            if not f.is_folder
+        }
+
+    def leftovers(self) -> int:
+        """What should not be there after a run."""
+        return int(self.client.info(f"{self.path}.partial") is not None)
+
+
+def kept_at(url: str) -> Any:
+    """What is looked at between runs."""
+    if url.startswith("s3://"):
+        return S3Place(url)
+    return HdfsPlace(url) if url.startswith("hdfs://") else LocalPlace(url)
+
+
+def apart(call: Callable[[], Any]) -> Any:
+    """What it returns, called in a process of its own: the client for HDFS has threads, which a fork does not copy."""
+    reading, writing = os.pipe()
+
+    def send() -> None:
+        with open(writing, "w", encoding="utf-8") as file:
+            json.dump(call(), file)
+
+    pid = forked(send)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as file:
+        text = file.read()
+    if ended(pid):
+        raise SystemExit("looking at what is there fails")
+    return json.loads(text)
+
+
 def forked(call: Any) -> int:
     """A process that does it."""
     pid = os.fork()
@@ -125,7 +183,6 @@ def reads_as_checkpoint(url: str) -> bool:
 def main(source: str, url: str, n: int, seed: int, to: str) -> Counter[str]:
     """``n`` points."""
     make_small()
-    kept: Any = S3Place(url) if url.startswith("s3://") else LocalPlace(url)
     options: dict[str, Any] = {"dp": 3, "to": to, "default": "shard0", "dp_mode": "shard", "n_workers": 2}
 
     def run(*, resume: bool = False) -> None:
@@ -133,23 +190,23 @@ def main(source: str, url: str, n: int, seed: int, to: str) -> Counter[str]:
         if resume and result.report.resumed_nbytes:
             os._exit(7)
 
-    kept.clean()
+    apart(lambda: kept_at(url).clean())
     started = time.perf_counter()
     if ended(forked(run)):
         raise SystemExit("the run that nobody kills fails")
     whole_s = time.perf_counter() - started
-    expected = kept.files()
+    expected = apart(lambda: kept_at(url).files())
     seen: Counter[str] = Counter()
     dice = random.Random(seed)
     for number in range(n):
-        kept.clean()
+        apart(lambda: kept_at(url).clean())
         pid = forked(run)
         time.sleep(dice.random() * whole_s * 1.05)
         os.kill(pid, signal.SIGKILL)
         seen["killed" if ended(pid) < 0 else "finished"] += 1
-        found = kept.files()
+        found = apart(lambda: kept_at(url).files())
         is_whole = {path: digest for path, digest in found.items() if not path.startswith("CKPT_")} == expected
-        if reads_as_checkpoint(url) and not is_whole:
+        if apart(lambda: reads_as_checkpoint(url)) and not is_whole:
             raise SystemExit(f"point {number}: half a checkpoint reads as whole: {sorted(found)}")
         if ".metadata" in found and not is_whole:
             raise SystemExit(f"point {number}: the commit file is there before the others")
@@ -158,15 +215,19 @@ def main(source: str, url: str, n: int, seed: int, to: str) -> Counter[str]:
             continue
         seen["unfinished" if found else "nothing seen"] += 1
         status = ended(forked(lambda: run(resume=True)))
+        if status == TargetExists.exit_code and url.startswith("hdfs://"):
+            seen["whole, without its name"] += 1  # killed between its last two calls, and said so
+            continue
         if status not in {0, 7}:
             raise SystemExit(f"point {number}: going on fails with {status}")
         seen["went on from what was there"] += status == 7
-        if kept.files() != expected:
-            raise SystemExit(f"point {number}: other bytes: {sorted(set(kept.files()) ^ set(expected))}")
-        if kept.leftovers():
+        after = apart(lambda: kept_at(url).files())
+        if after != expected:
+            raise SystemExit(f"point {number}: other bytes: {sorted(set(after) ^ set(expected))}")
+        if apart(lambda: kept_at(url).leftovers()):
             raise SystemExit(f"point {number}: leftovers")
         seen["same bytes"] += 1
-    kept.clean()
+    apart(lambda: kept_at(url).clean())
     return seen
 
 

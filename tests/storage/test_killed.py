@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.checkpoints import make_safetensors
+from tests.storage.real_hdfs import real_hdfs
 from tests.storage.real_servers import seaweedfs
 from tests.storage.s3_server import BUCKET, s3_environment, s3_server
 
@@ -30,7 +31,7 @@ def seen(source: Path, url: str, n: int, to: str = "dcp", **environment: str) ->
     found: dict[str, int] = json.loads(done.stdout)
     print(f"\n{url.partition(':')[0] if '://' in url else 'local'}, {to}, {n} points: {found}")
     assert found["killed"] + found.get("finished", 0) == n
-    assert found.get("same bytes", 0) + found.get("whole already", 0) == n
+    assert sum(found.get(name, 0) for name in ("same bytes", "whole already", "whole, without its name")) == n
     return found
 
 
@@ -73,3 +74,12 @@ def test_seaweedfs_matrix(tmp_path: Path) -> None:
         environment = {**s3_environment(endpoint), "CKPT_KILLING_PART_BYTES": str(5 << 20)}
         found = seen(source, f"s3://{BUCKET}/out", POINTS, **environment)
     assert found["went on from what was there"] >= POINTS // 8
+
+
+@pytest.mark.hdfs
+def test_hdfs_matrix(tmp_path: Path) -> None:
+    """Files of a real cluster, with parts of 1 MiB."""
+    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=60, rows=512)
+    with real_hdfs(tmp_path / "hdfs") as cluster:
+        found = seen(source, f"{cluster.url}/out", POINTS // 4, CKPT_WEBHDFS=cluster.webhdfs)
+    assert found["went on from what was there"] >= POINTS // 32
