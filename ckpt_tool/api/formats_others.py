@@ -51,6 +51,13 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         "Flax's MessagePack: flax_model.msgpack, checkpoint_N",
         _zoo("flax 0.12.8", state="flax_state", model_in_two_files="flax_parts"),
     ),
+    "hdf5": (
+        "HDF5: Keras' .h5, .weights.h5 and .keras (with the extra h5)",
+        (
+            *_zoo("keras 3.15.1", h5="keras_h5", weights_h5="keras_weights", keras="keras_v3"),
+            *_zoo("h5py 3.16.0", chunks_and_filters="hdf5_odd"),
+        ),
+    ),
     "npz": (
         "NumPy's .npz",
         (

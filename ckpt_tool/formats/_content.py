@@ -41,7 +41,7 @@ _MAGIC: tuple[tuple[bytes, Content], ...] = (
     (b"\xfd7zXZ\x00", Content("an xz file", "unpack it with unxz")),
     (b"GGUF", Content("a GGUF file", "name it .gguf")),
     (b"\x93NUMPY", Content("a numpy array", "name it .npy")),
-    (b"\x89HDF\r\n", Content("an HDF5 file", "Keras writes these; export it with Keras")),
+    (b"\x89HDF\r\n", Content("an HDF5 file", "name it .h5")),
     (b"PAR1", Content("a Parquet file")),
     (b"ARROW1", Content("an Arrow file")),
     (b"%PDF", Content("a PDF")),

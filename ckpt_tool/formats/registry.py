@@ -48,6 +48,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.consolidated.reader", "READER", r"^consolidated\.\d+\.pth$"),
     ("ckpt_tool.formats.gguf.reader", "READER", r"\.gguf$"),
     ("ckpt_tool.formats.flax.reader", "READER", r"\.msgpack$|^checkpoint(_\d+)?$"),
+    ("ckpt_tool.formats.hdf5.reader", "READER", r"\.(h5|hdf5|keras)$"),
     ("ckpt_tool.formats.npz.reader", "READER", r"\.npz$"),
     ("ckpt_tool.formats.rank_pt.reader", "READER", ""),
     ("ckpt_tool.formats.torch_save.reader", "READER", ""),

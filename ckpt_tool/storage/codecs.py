@@ -1,6 +1,7 @@
 """A codec is how the content of a stored part is coded: one step, or several joined by ``|``, the outermost first.
 
 ``deflate`` (raw), ``zlib``, ``gzip`` and ``zstd`` unpack; ``slice:OFFSET:LENGTH`` takes bytes out of what came before;
+``shuffle:WIDTH`` puts elements together of which first bytes stand first, then second ones (HDF5's filter);
 ``zeros:LENGTH`` is content that is stored nowhere because all of it is zero. Knows no container and no store.
 """
 
@@ -21,7 +22,8 @@ BLOCK_BYTES = 1 << 20
 MAX_DEFLATE_RATIO = 1032
 """One length-distance pair of at least 2 bits yields 258 bytes at most (RFC 1951, 3.2.5)."""
 
-_STEP = re.compile(r"deflate|zlib|gzip|zstd|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}")
+_MAX_SHUFFLED_BYTES = 1 << 30
+_STEP = re.compile(r"deflate|zlib|gzip|zstd|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}|shuffle:[0-9]{1,4}")
 _DEFLATED = re.compile(r"deflate|zlib|gzip")
 
 _WINDOW_BITS = {"deflate": -zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
@@ -80,6 +82,8 @@ def _step_blocks(source: Readable, step: str, where: str) -> Iterator[bytes]:
         return _zeros(int(numbers[0]))
     if name == "slice":
         return _slice(source, int(numbers[0]), int(numbers[1]), where)
+    if name == "shuffle":
+        return _unshuffled(source, int(numbers[0]), where)
     if name == "zstd":
         return _unpacked_zstd(source, where)
     return _deflated(source, _WINDOW_BITS[name], where)
@@ -124,6 +128,20 @@ def _slice(source: Readable, offset: int, length: int, where: str) -> Iterator[b
             remaining -= len(piece)
             if is_wanted:
                 yield piece
+
+
+def _unshuffled(source: Readable, width: int, where: str) -> Iterator[bytes]:
+    """The whole content at once: its first element needs bytes from all over it."""
+    import numpy as np
+
+    content = bytearray()
+    while piece := source.read(BLOCK_BYTES):
+        content += piece
+        if len(content) > _MAX_SHUFFLED_BYTES:
+            raise FormatError(f"shuffled content of more than {_MAX_SHUFFLED_BYTES:,} bytes", where=where)
+    n = len(content) // max(width, 1)
+    whole = np.frombuffer(content, dtype=np.uint8, count=n * width).reshape(width, n)
+    yield whole.T.tobytes() + bytes(content[n * width :])
 
 
 def _deflated(source: Readable, window_bits: int, where: str) -> Iterator[bytes]:

@@ -116,6 +116,9 @@ def decode(codec: str, encoded: bytes) -> bytes:
             encoded = bytes(int(numbers[0]))
         elif name == "slice":
             encoded = encoded[int(numbers[0]) :][: int(numbers[1])]
+        elif name == "shuffle":
+            planes = [encoded[i * len(encoded) // int(numbers[0]) :] for i in range(int(numbers[0]))]
+            encoded = bytes(b for row in zip(*planes, strict=False) for b in row)
         elif name == "zstd":
             with pa.CompressedInputStream(pa.BufferReader(encoded), name) as stream:
                 encoded = bytes(stream.read())

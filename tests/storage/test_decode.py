@@ -148,6 +148,15 @@ def test_steps_and_slices() -> None:
         store.read("beyond", 0, 1)
 
 
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_shuffled(width: int) -> None:
+    """Bytes of one place of all elements stand together; what is left over stays behind."""
+    content = DATA[:8000]
+    planes = b"".join(content[place::width] for place in range(width))
+    store = decoded(zlib.compress(planes + b"rest"[: width - 1]), 8000 + min(width - 1, 4), f"zlib|shuffle:{width}")
+    assert store.read("x", 0, 8000) == content
+
+
 def test_zlib() -> None:
     """Deflate with its own header and checksum."""
     store = decoded(zlib.compress(DATA), len(DATA), "zlib")

@@ -256,7 +256,8 @@ class _Places:
         array = self.stored.array
         nbytes = (numel or prod(array.inner)) * array.dtype.itemsize
         anchor = next(iter(self.source.listing.sizes))  # of no bytes: coded entries have a part
-        entry = FileEntry(f"{self.stored.name}!zeros{nbytes}", nbytes, f"zeros:{nbytes}", FileRange(anchor, 0, 0))
+        label = f"{self.stored.name}!zeros{len(self.files)}"  # of its own: two chunks in one place would be a fault
+        entry = FileEntry(label, nbytes, f"zeros:{nbytes}", FileRange(anchor, 0, 0))
         self.files.append(self.columns.add_file(entry))
         self.offsets.append(0)
         self.ranks.append(-1)

@@ -1,0 +1,1 @@
+"""HDF5: Keras' ``.h5``, ``.weights.h5`` and ``.keras``."""
