@@ -373,7 +373,7 @@ class StyledWriter(Writer, Protocol):
 
 
 @runtime_checkable
-class ArrangingWriter(PlacingWriter, Protocol):
+class ArrangingWriter(Writer, Protocol):
     """A writer whose program arranges the same state in another way than the source; it is asked for that first."""
 
     def values(self, source: Manifest, blobs: Sequence[Blob]) -> Sequence[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,16 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name_of(case): root / name_of(case) for case in CASES}
 
 
+def said_of(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 of each case's run says."""
+    (folder / "cases.json").write_text(json.dumps(rows), "utf-8")
+    script = DEEPSPEED / "make/ds_accept_native.py"
+    command = [os.environ["CKPT_PEER_DEEPSPEED"], str(script), str(folder / "cases.json")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"stage"')]
+
+
 def test_training_goes_on(targets: Mapping[str, Path], tmp_path: Path) -> None:
     """Masters, moments, weights, buffers, steps, hyperparameters and values are the source's; then one more step."""
     rows = [
@@ -89,14 +99,7 @@ def test_training_goes_on(targets: Mapping[str, Path], tmp_path: Path) -> None:
         }
         for case in CASES
     ]
-    (tmp_path / "cases.json").write_text(json.dumps(rows), "utf-8")
-    script = DEEPSPEED / "make/ds_accept_native.py"
-    command = [os.environ["CKPT_PEER_DEEPSPEED"], str(script), str(tmp_path / "cases.json")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    said = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"stage"')]
-    assert len(said) == len(CASES)
-    for case, found in zip(CASES, said, strict=True):
+    for case, found in zip(CASES, said_of(rows, tmp_path), strict=True):
         assert (found["stage"], found["world"], found["wrong"]) == (case[1], case[2], []), case
         assert found["equal"] == 3 * 14 + 15 + 2  # states of trained parameters, all parameters, buffers
         assert (found["steps"], found["later"], found["global_steps"]) == ([3.0], [4.0], 3)
@@ -125,3 +128,20 @@ def test_its_tools_take_it(targets: Mapping[str, Path], tmp_path: Path) -> None:
                 for state in ("fp32", "exp_avg", "exp_avg_sq"):
                     own = universal[f"optimizer.state.{name}.{state}"].numpy()
                     assert np.array_equal(own, truth[f"{state}/{name}"].numpy()), (case, name, state)
+
+
+def test_training_goes_on_from_universal(tmp_path: Path) -> None:
+    """Universal checkpoints at other stages; of stage 3's, which store weights as masters only, and of tied ones."""
+    cases = [("ds_z3_sub", 3, 2), ("ds_z3_sub", 2, 2), ("ds_z2_rr", 3, 2), ("ds_z2_bf16", 1, 4)]
+    for name, _, _ in cases:
+        reshard(DEEPSPEED / name / "ckpt", tmp_path / name, to="deepspeed-universal", durable=False, overwrite=True)
+    rows = [
+        {"folder": str(tmp_path / name), "stage": stage, "world": world, "universal": True,
+         "truth": str(DEEPSPEED / name / "truth.safetensors")}
+        for name, stage, world in cases
+    ]  # fmt: skip
+    for case, found in zip(cases, said_of(rows, tmp_path), strict=True):
+        # At stage 3 it gives one step tensor to both groups, each of which counts it up (zero/stage3.py of 0.19.8).
+        later = [5.0] if case[1] == 3 else [4.0]
+        assert (found["wrong"], found["steps"], found["later"]) == ([], [3.0], later), case
+        assert found["equal"] == 3 * 14 + 14

@@ -19,9 +19,10 @@ from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, Writ
 from ckpt_tool.formats.deepspeed.names import LATEST
 from ckpt_tool.formats.deepspeed.target_files import TargetFiles
 from ckpt_tool.formats.deepspeed.target_parts import TargetParts
+from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
 from ckpt_tool.formats.deepspeed.vectors import MASTER
-from ckpt_tool.manifest.alias import same_bytes, with_aliases
+from ckpt_tool.manifest.alias import with_aliases
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest, TensorMeta
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
@@ -68,29 +69,16 @@ class DeepSpeedWriter:
         state = TargetState.of(source.tensors, blobs, source.info)
         tensors = source.tensors
         shared = source.info.get("shared", {})
-        gone = [
-            state.weights[second]
-            for second, first in shared.items()
-            if {second, first} <= set(state.weights)
-            and same_bytes(source.chunks, state.weights[second], state.weights[first])
-        ]
+        gone = second_names(source, state)
         if stage == 3:
-            owners = {name: shared.get(name, name) for name in state.weights}
-            gone += [
-                row
-                for name, row in state.weights.items()
-                if owners[name] in state.parameters
-                and same_bytes(source.chunks, row, state.parameters[owners[name]].states[MASTER])
-            ]
-            gone += state.lent.values()
+            gone |= {*own_masters(source, state), *state.lent.values()}
         aliases = [
             (row, TensorMeta(".".join(map(str, path)), tensors.dtypes[row], tensors.shape_of(row), "optimizer", path))
             for name, row in state.lent.items()
             for path in [(*state.prefix, "state", state.parameters[name].key, MASTER)]
         ]
         found = with_aliases(source, aliases)
-        left = set(gone)
-        found = only_tensors(found, [row for row in range(len(found.tensors)) if row not in left])
+        found = only_tensors(found, [row for row in range(len(found.tensors)) if row not in gone])
         untrained = [name for name in state.weights if name not in state.parameters and name not in shared]
         buffers = _buffers(source, state, untrained, stage)
         frozen = [name for name in untrained if name not in set(buffers)]

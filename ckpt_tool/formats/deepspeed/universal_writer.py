@@ -10,7 +10,7 @@ at the top of ``optimizer_state.pt``; stage 3 takes one step and the first group
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,13 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._pickle.nodes import OrderedMap
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, check_dtypes, fresh_tensor
-from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats.base import LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.names import LATEST_UNIVERSAL
 from ckpt_tool.formats.deepspeed.target_facts import UNIVERSAL_INFO, UNIVERSAL_VERSION, model_facts
+from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
-from ckpt_tool.manifest.model import FileEntry, KeyPath, Manifest
+from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
+from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 
 __all__ = ["WRITER", "UniversalWriter"]
@@ -41,6 +43,20 @@ class UniversalWriter:
 
     name = "deepspeed-universal"
     per_rank = False
+
+    def values(self, source: Manifest, blobs: Sequence[Blob]) -> Sequence[str]:
+        """None: every state has a file of its own."""
+        del source, blobs
+        return ()
+
+    def arranged(
+        self, source: Manifest, blobs: Sequence[Blob], mesh: Mapping[str, int], options: WriterOptions
+    ) -> Manifest:
+        """What is stored under another name already is not stored again: stage 3's weights, which are the masters."""
+        del mesh, options
+        state = TargetState.of(source.tensors, blobs, source.info)
+        gone = second_names(source, state) | own_masters(source, state)
+        return only_tensors(source, [row for row in range(len(source.tensors)) if row not in gone])
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """The folder.
@@ -128,6 +144,8 @@ def _files(request: WriteRequest, found: TargetState, rows: IntArray, folder: st
     ]
     module = OrderedMap()
     module.update({path[1]: tensor for path, tensor in fresh[: len(found.weights)]})
+    shared = request.info.get("shared", {})
+    module.update({second: module[first] for second, first in shared.items() if first in module})
     root = {"module": module, **_facts(request, found, fresh[len(found.weights) :])}
     nbytes = [int(tensors.nbytes[row]) for _, row in stored]
     yield WrittenFile.of(f"{folder}mp_rank_00_model_states.pt", root, nbytes, [int(rows[row]) for _, row in stored])

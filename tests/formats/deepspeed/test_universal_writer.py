@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.reshard import reshard
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.base import BoxTable, WriteRequest
 from ckpt_tool.formats.deepspeed.reader import READER
@@ -151,3 +154,18 @@ def test_steps_that_are_numbers() -> None:
     files = filled(layout, {"optimizer.state.w.fp32": bytes(8)})
     assert files["latest_universal"] == b"global_step9_universal"
     assert torch.load(io.BytesIO(files["global_step9_universal/zero/w/step.pt"])) == 5
+
+
+@pytest.mark.parametrize("name", ["ds_z3_sub", "ds_z2_bf16"])
+def test_bytes_of_two_names_are_stored_once(name: str, tmp_path: Path) -> None:
+    """Stage 3's weights, which are the masters, and tied ones: read back they have both names again."""
+    source = DEEPSPEED / name / "ckpt"
+    reshard(source, tmp_path / "uc", to="deepspeed-universal", durable=False)
+    with open_checkpoint(source) as before, open_checkpoint(tmp_path / "uc") as after:
+        assert {fqn: view.numpy().tobytes() for fqn, view in after.items()} == {
+            fqn: view.numpy().tobytes() for fqn, view in before.items()
+        }
+    weights = torch.load(tmp_path / "uc" / FOLDER / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    assert ("emb.weight" in weights) == (name == "ds_z2_bf16")
+    if "emb.weight" in weights:
+        assert weights["head.weight"].data_ptr() == weights["emb.weight"].data_ptr()
