@@ -30,6 +30,8 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 _TILE_BYTES = 4 << 20  # fits the second-level caches; larger buffers are slower
 _MAX_TILES = 100_000  # beyond that the plan itself costs more than slower buffers do
 _UNIT_BYTES = 64 << 20
+_MIN_UNIT_BYTES = 1 << 16
+_MIN_UNITS = 16  # so that several processes have something to share
 
 
 def plan_limits(memory_budget_bytes: int, n_workers: int, payload_nbytes: int = 0) -> PlanLimits:
@@ -39,10 +41,13 @@ def plan_limits(memory_budget_bytes: int, n_workers: int, payload_nbytes: int = 
     """
     per_worker = memory_budget_bytes // max(n_workers, 1)
     tile_bytes = max(_TILE_BYTES, payload_nbytes // _MAX_TILES)
+    unit_bytes = max(_UNIT_BYTES, tile_bytes)
+    if payload_nbytes:
+        unit_bytes = max(min(unit_bytes, payload_nbytes // _MIN_UNITS), _MIN_UNIT_BYTES)
     return PlanLimits(
         max_tile_bytes=max(min(tile_bytes, per_worker // 8), 4096),
         max_odd_tile_bytes=max(per_worker // 6, 4096),
-        unit_bytes=max(_UNIT_BYTES, tile_bytes),
+        unit_bytes=unit_bytes,
     )
 
 

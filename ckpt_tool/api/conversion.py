@@ -16,7 +16,8 @@ from ckpt_tool.api.manifest_file import manifest_beside, write_manifest
 from ckpt_tool.dtypes import DType
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
 from ckpt_tool.engine.run import run_plan
-from ckpt_tool.errors import StorageError
+from ckpt_tool.engine.team import Share
+from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, Writer, WriteRequest, WriterOptions
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.origins import Origins
@@ -64,6 +65,8 @@ class Execution:
     durable: bool
     manifest_url: str | None = None
     """Where the digests go that are taken on the way; None takes none."""
+    share: Share | None = None
+    """Which part of the work is this process's; None for all of it."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,9 @@ class Conversion:
             StorageError: no space, or the storage failed; the unfinished target can be resumed.
         """
         execution = self.execution
+        share = execution.share
+        if share is not None and share.index and not is_local(self.target_url):
+            raise UsageError("several processes write into one local or shared folder only", where=self.target_url)
         target = open_target(
             self.target_url,
             overwrite=execution.overwrite,
@@ -153,6 +159,7 @@ class Conversion:
             durable=execution.durable,
             single_file=self.is_single_file,
             memory_bytes=execution.memory_budget_bytes // 2,
+            joins=share is not None and share.index > 0,
         )
         manifest_url = execution.manifest_url
         options = EngineOptions(
@@ -160,7 +167,7 @@ class Conversion:
         )
         report = None
         store = with_zeros(self.checkpoint.store, self.plan.source.files)
-        for event in run_plan(self.plan, self.layout, store, target, options, self.origins):
+        for event in run_plan(self.plan, self.layout, store, target, options, self.origins, share):
             if isinstance(event, RunReport):
                 report = event
             elif progress is not None:

@@ -20,12 +20,14 @@ from ckpt_tool.api.conversion import (
     manifest_url_for,
     whole_boxes,
 )
+from ckpt_tool.api.processes import processes
 from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.api.values import as_values
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
+from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, StyledWriter, Writer, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
@@ -37,7 +39,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 
-__all__ = ["prepare_reshard", "reshard"]
+__all__ = ["prepare_reshard", "reshard", "shared_options"]
 
 _DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
 _WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz"})
@@ -75,6 +77,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     resume: bool = False,
     durable: bool = True,
     digest: str | os.PathLike[str] | None = "beside",
+    share: Share | None = None,
+    sidecar: bool | None = None,
 ) -> Conversion:
     """Plan a reshard; nothing is written yet.
 
@@ -113,6 +117,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         durable: fsync before the target gets its name.
         digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
             a URL, None for nowhere.
+        share: which part of the work is this process's, where several were started with equal arguments.
+        sidecar: to dcp, the metadata once more as Arrow columns; None where there are many chunks.
 
     Raises:
         LayoutError: names that no rule covers, or a mesh that does not fit.
@@ -137,6 +143,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         last_stage_layers=last_stage_layers,
         zero_stage=zero_stage,
         model_dtype=None if dtype is None else dtype_named(dtype),
+        sidecar=sidecar,
     )
     if isinstance(writer, ArrangingWriter):
         manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
@@ -198,6 +205,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             resume,
             durable,
             manifest_url_for(target, digest),
+            share,
         ),
     )
 
@@ -207,10 +215,29 @@ def reshard(
     target: str | os.PathLike[str],
     *,
     progress: Callable[[Progress], None] | None = None,
+    n_processes: int = 1,
     **options: Any,
 ) -> ConversionResult:
-    """Reshard a checkpoint; arguments as in ``prepare_reshard``."""
-    conversion = prepare_reshard(source, target, **options)
+    """Reshard a checkpoint; arguments as in ``prepare_reshard``.
+
+    ``n_processes`` on this machine share the work, threads and memory. Their start imports the caller's main module,
+    which must not run again when imported.
+    """
+    if n_processes > 1:
+        shared = shared_options({"source": source, "target": target, **options}, n_processes)
+        with processes(shared, n_processes) as share:
+            return _run(prepare_reshard(**shared, share=share), progress)
+    return _run(prepare_reshard(source, target, **options), progress)
+
+
+def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
+    """Arguments of `prepare_reshard` for each of several processes of this machine, which share threads and memory."""
+    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
+    memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
+    return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}
+
+
+def _run(conversion: Conversion, progress: Callable[[Progress], None] | None) -> ConversionResult:
     with conversion.checkpoint:
         return conversion.run(progress)
 

@@ -16,7 +16,7 @@ _UNFINISHED_SUFFIXES = (".tmp", ".temp", ".incomplete", ".partial", ".part", ".c
 # Files that describe a checkpoint without being part of its data.
 _COMPANION_SUFFIXES = (
     ".metadata", ".json", ".jsonl", ".md", ".txt", ".model", ".jinja", ".py", ".yaml", ".yml", ".toml", ".lock", ".log",
-    ".gitattributes", ".gitignore", ".spm", ".tiktoken", ".done", ".complete",
+    ".gitattributes", ".gitignore", ".spm", ".tiktoken", ".done", ".complete", ".arrow",
 )  # fmt: skip
 
 

@@ -52,8 +52,12 @@ def save_plan(sink: Output, conversion: Conversion, path: str) -> None:
 
 def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_json: str | None) -> None:
     """Show the plan and, unless it is a dry run, write the target. With --json: `ConversionResult.to_json`."""
+    share = conversion.execution.share
+    is_first = share is None or share.index == 0
     with conversion.checkpoint:
-        if plan_json is not None:
+        if not is_first and dry_run:
+            return  # the first process shows the plan
+        if plan_json is not None and is_first:
             save_plan(sink, conversion, plan_json)
         if dry_run:
             show_plan(sink, conversion)
@@ -68,6 +72,10 @@ def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_
         except KeyboardInterrupt:
             sink.talk([line(Span("hint: ", "bold cyan"), _RESUME)])
             raise
+    if not is_first:
+        written = format_bytes(result.report.written_nbytes)
+        sink.talk([line(f"{share}: {written} written; the first process completes {result.target_url}")])
+        return
     sink.show(result_lines(result, conversion.mesh, width=sink.width))
     _show_differences(sink, conversion, result.report.casts)
     sink.json(result.to_json())

@@ -36,13 +36,16 @@ __all__ = [
     "Overwrite",
     "PlanJson",
     "Pp",
+    "Processes",
     "Quiet",
     "RankState",
     "Replicas",
     "Resume",
     "RulesFile",
     "Section",
+    "Sidecar",
     "Source",
+    "Split",
     "StoredReplicas",
     "Target",
     "Tied",
@@ -266,6 +269,26 @@ Workers = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished DST of the same command.")]
 NoFsync = Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the disk has it: faster, not crash-safe.")]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        "--split",
+        metavar="I/N",
+        help="Process I (from 0) of N started alike; as torchrun, srun and mpirun say, unless given. 0/1 is alone.",
+        show_default=False,
+    ),
+]
+Processes = Annotated[
+    int, typer.Option("--processes", metavar="N", min=1, help="Processes of this machine that share the work.")
+]
+Sidecar = Annotated[
+    bool | None,
+    typer.Option(
+        "--sidecar/--no-sidecar",
+        help="With dcp: metadata as Arrow columns too, read at once; by default from 10,000 chunks on.",
+        show_default=False,
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
 PlanJson = Annotated[
     str | None,

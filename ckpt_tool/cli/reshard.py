@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
     Arguments,
@@ -27,11 +29,14 @@ from ckpt_tool.cli.options import (
     Overwrite,
     PlanJson,
     Pp,
+    Processes,
     Quiet,
     Replicas,
     Resume,
     RulesFile,
+    Sidecar,
     Source,
+    Split,
     StoredReplicas,
     Target,
     ToFormat,
@@ -74,6 +79,9 @@ def reshard(
     exclude: Exclude = None,
     memory: Memory = DEFAULT_MEMORY,
     workers: Workers = None,
+    processes: Processes = 1,
+    split: Split = None,
+    sidecar: Sidecar = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
     no_fsync: NoFsync = False,
@@ -92,40 +100,42 @@ def reshard(
     with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
     from ckpt_tool.api.arguments import parse_arguments
-    from ckpt_tool.api.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
+    from ckpt_tool.cli.sharing import prepared
 
     sink = output(json=json, quiet=quiet)
-    conversion = prepare_reshard(
-        source,
-        target,
-        mesh=mesh,
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        ep=ep,
-        vpp=vpp,
-        first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers,
-        to=to,
-        zero_stage=zero_stage,
-        rules=rules,
-        default=None if default is None else default.value,
-        dp_mode=dp_mode.value,
-        replicas=replicas.value,
-        dtype=dtype,
-        include=include or (),
-        exclude=exclude or (),
-        rank_state=None if rank_state is None else rank_state.value,
-        unequal=unequal,
-        optim_style=None if optim_style is None else optim_style.value,
-        config=config,
-        arguments=parse_arguments(arg or ()),
-        memory_budget_bytes=parse_bytes(memory),
-        n_workers=workers,
-        overwrite=overwrite,
-        resume=resume,
-        durable=not no_fsync,
-        digest=write_manifest or ("beside" if digest else None),
-    )
-    run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)
+    options: dict[str, Any] = {
+        "source": source,
+        "target": target,
+        "mesh": mesh,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "ep": ep,
+        "vpp": vpp,
+        "first_stage_layers": first_stage_layers,
+        "last_stage_layers": last_stage_layers,
+        "to": to,
+        "zero_stage": zero_stage,
+        "rules": rules,
+        "default": None if default is None else default.value,
+        "dp_mode": dp_mode.value,
+        "replicas": replicas.value,
+        "dtype": dtype,
+        "include": include or (),
+        "exclude": exclude or (),
+        "rank_state": None if rank_state is None else rank_state.value,
+        "unequal": unequal,
+        "optim_style": None if optim_style is None else optim_style.value,
+        "config": config,
+        "arguments": parse_arguments(arg or ()),
+        "memory_budget_bytes": parse_bytes(memory),
+        "n_workers": workers,
+        "overwrite": overwrite,
+        "resume": resume,
+        "durable": not no_fsync,
+        "digest": write_manifest or ("beside" if digest else None),
+        "sidecar": sidecar,
+    }
+    with prepared(sink, options, split=split, n_processes=1 if dry_run else processes) as conversion:
+        run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)

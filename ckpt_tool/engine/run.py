@@ -17,22 +17,21 @@ import numpy.typing as npt
 from ckpt_tool.checksum import crc32_combine
 from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progress, RunReport
 from ckpt_tool.engine.journal import Journal, UnitRecord
-from ckpt_tool.engine.pool import run_units
+from ckpt_tool.engine.moving import Job, move_units, unit_nbytes
+from ckpt_tool.engine.run_share import run_share, units_of
 from ckpt_tool.engine.sinks import OrderedSink, RandomSink, Sink
+from ckpt_tool.engine.team import Leader, Member, Share, records_of_processes
 from ckpt_tool.engine.tile_digests import TileDigests
-from ckpt_tool.engine.worker import Worker
-from ckpt_tool.errors import StorageError
+from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.formats.base import LayOut, Segment
 from ckpt_tool.layout.origins import Origins
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.sizes import format_bytes
+from ckpt_tool.storage.local_target import LocalTarget
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
 
 __all__ = ["run_plan"]
-
-_JOURNAL_BYTES = 1 << 30
-"""Payload between two flushes to storage: at most this much is moved again after a crash."""
 
 
 def run_plan(
@@ -42,76 +41,78 @@ def run_plan(
     target: Target,
     options: EngineOptions,
     origins: Origins | None = None,
+    share: Share | None = None,
 ) -> Iterator[Progress | RunReport]:
     """Execute ``plan`` and commit the target; yields progress, then one report.
 
-    With digests, ``origins`` says what the plan's tensors were made of, where that is of interest too.
+    With digests, ``origins`` says what the plan's tensors were made of, where that is of interest too. With a ``share``
+    of several processes, this one executes that, and the first of them commits when all are done.
 
     Raises:
-        StorageError: no space, or the storage failed; the unfinished target stays and can be resumed.
+        StorageError: no space, or the storage failed, or another process did; the unfinished target stays and can be
+            resumed.
+        UsageError: several processes, and a target that is no local folder; or they do not fit together.
     """
+    if share is not None and not isinstance(target, LocalTarget):
+        raise UsageError(
+            "several processes write into one local or shared folder only",
+            where=target.url,
+            hint="run one process, which has as many threads as are asked for with --workers",
+        )
     try:
-        _check_space(plan, target)
+        if share is None or not share.index:
+            _check_space(plan, target)
     except StorageError:
         target.abandon(discard=not target.is_resumed)  # nothing was written yet
         raise
     try:
-        digests = TileDigests(plan, origins) if options.digests else None
-        yield from _run(plan, layout, store, target, options, digests)
+        job = Job(plan, layout, store, target, options, TileDigests(plan, origins) if options.digests else None)
+        if share is None or not isinstance(target, LocalTarget):
+            yield from _run(job, None)
+        elif share.index:
+            yield from run_share(job, Member(target.root, share, plan.fingerprint, has_digests=options.digests))
+        else:
+            with Leader(target.root, share, plan.fingerprint, has_digests=options.digests) as leader:
+                yield from _run(job, leader)
     except BaseException:
         target.abandon()
         raise
 
 
-def _run(
-    plan: Plan,
-    layout: LayOut,
-    store: Store,
-    target: Target,
-    options: EngineOptions,
-    digests: TileDigests | None,
-) -> Iterator[Progress | RunReport]:
+def _run(job: Job, leader: Leader | None) -> Iterator[Progress | RunReport]:
     started = time.perf_counter()
+    plan, layout, target = job.plan, job.layout, job.target
     files = layout.manifest.files
     journal = None
     if target.journal is not None:
-        journal = Journal(target.journal, plan.fingerprint, where=target.url, has_digests=digests is not None)
+        journal = Journal(target.journal, plan.fingerprint, where=target.url, has_digests=job.digests is not None)
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}
+    if isinstance(target, LocalTarget) and target.is_resumed:
+        done |= records_of_processes(target.root, plan.fingerprint, has_digests=job.digests is not None)
     if journal is not None and target.is_sequential:
         journal.append([])  # parts that are found later are trusted because of it
     for entry in files:
         target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
     if target.is_sequential:
         done = _sent(plan, done, target)
+    if leader is not None:
+        journal = leader.open(done)
     sink: Sink = OrderedSink(target, _early(layout)) if target.is_sequential else RandomSink(target)
     total = plan.stats.written_nbytes
-    unit_nbytes = _unit_nbytes(plan)
-    resumed = int(sum(unit_nbytes[unit] for unit in done))
-    todo = [unit for unit in range(plan.tiles.n_units) if unit not in done]
+    nbytes_of = unit_nbytes(plan)
+    resumed = int(sum(nbytes_of[unit] for unit in done))
+    units = units_of(plan, None if leader is None else leader.share, done)
     moved = 0
-    unflushed: list[UnitRecord] = []
-    unflushed_nbytes = 0
-    n_workers = 1 if target.is_sequential else options.n_workers
-    ahead_bytes = options.memory_budget_bytes // 4 // n_workers
-
-    def make_worker() -> Worker:
-        return Worker(
-            plan, store, sink, with_crc32=layout.needs_crc32, digests=digests, ahead_bytes=ahead_bytes,
-            n_workers=n_workers,
-        )  # fmt: skip
-
-    for event in run_units(todo, make_worker, n_workers=n_workers):
+    for event in move_units(job, units, sink, journal, journals_all=leader is not None):
         if isinstance(event, int):
             moved += event
             yield Progress(resumed + moved, total)
-            continue
-        done[event.unit] = event
-        unflushed.append(event)
-        unflushed_nbytes += int(unit_nbytes[event.unit])
-        if journal is not None and options.durable and unflushed_nbytes >= _JOURNAL_BYTES:
-            target.flush()
-            journal.append(unflushed)
-            unflushed, unflushed_nbytes = [], 0
+        else:
+            done[event.unit] = event
+    for records in leader.others() if leader is not None else ():
+        done |= records
+        moved += int(sum(nbytes_of[unit] for unit in records))
+        yield Progress(resumed + moved, total)
     late = list(layout.seal(_chunk_crc32s(plan, done))) if layout.seal is not None else []
     rest = _in_commit_order([*layout.segments, *late], layout.commit_path)
     for path, nbytes in _segment_files(rest, known=frozenset(files.paths)).items():
@@ -120,8 +121,8 @@ def _run(
     target.commit(layout.commit_path)
     casts = _cast_reports(plan, done)
     taken = None
-    if digests is not None:
-        taken = digests.digests([row for record in done.values() for row in record.digests])
+    if job.digests is not None:
+        taken = job.digests.digests([row for record in done.values() for row in record.digests])
     yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken)
 
 
@@ -165,13 +166,6 @@ def _segment_files(segments: list[Segment], *, known: frozenset[str]) -> dict[st
         if segment.path not in known:
             sizes[segment.path] = max(sizes.get(segment.path, 0), segment.offset + len(segment.data))
     return sizes
-
-
-def _unit_nbytes(plan: Plan) -> npt.NDArray[np.int64]:
-    """int64[n_units]: bytes that each unit writes."""
-    tile_nbytes = np.bincount(plan.writes.tile, weights=plan.writes.length, minlength=len(plan.tiles))
-    total = np.concatenate([[0], np.cumsum(tile_nbytes)])[plan.tiles.unit_bounds]
-    return np.diff(total).astype(np.int64)
 
 
 def _chunk_crc32s(plan: Plan, done: dict[int, UnitRecord]) -> npt.NDArray[np.uint32]:

@@ -49,6 +49,8 @@ class Source:
     is_salvage: bool = False
     """Whether a reader shall make do with what is left of a file, where that can be told for sure."""
     _heads: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)
+    remembered: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What a reader keeps from one call to the next, by a name of its own."""
 
     def head(self, path: str, length: int) -> bytes:
         """The first ``length`` bytes of ``path``, or all of a shorter file; cached, one request.
@@ -163,6 +165,8 @@ class WriterOptions:
     """DeepSpeed: how much ranks share out, 1 to 3; None as in the source."""
     model_dtype: DType | None = None
     """Formats that record it: the dtype that the model's weights shall have; None as in the source."""
+    sidecar: bool | None = None
+    """dcp: write the metadata once more as Arrow columns; None where there are many chunks."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ckpt_tool.geometry.columns import Int64Array
 
 __all__ = ["exact_duplicates", "overlapping_pairs", "row_digest"]
 
+_FEW_ROWS = 64
 _PAIRS_PER_BLOCK = 1 << 21  # candidate pairs compared at once: about 100 MB of temporaries
 
 
@@ -23,17 +24,34 @@ def exact_duplicates(offsets: Int64Array, sizes: Int64Array, group: Int64Array |
 
     Applied to ``offsets[first]`` and ``sizes[first]`` it gives the same boxes again.
     """
-    columns = [*offsets.T, *sizes.T, *([] if group is None else [group])]
+    columns = [*([] if group is None else [group]), *offsets.T, *sizes.T]
     n = len(sizes)
     if not columns:
         return np.zeros(n, dtype=np.int64)
+    if _ascend([column[:_FEW_ROWS] for column in columns]) and _ascend(columns):
+        return np.arange(n)
     digest = row_digest(columns)
-    order = np.argsort(digest, kind="stable")  # equal boxes keep their order
+    order = np.argsort(digest)
+    in_order = digest[order]
+    is_new = np.ones(n, dtype=np.bool_)
+    is_new[1:] = in_order[1:] != in_order[:-1]
+    heads = np.flatnonzero(is_new)
     first = np.empty(n, dtype=np.int64)
-    first[order] = _run_heads([digest[order]], order)
+    first[order] = np.repeat(np.minimum.reduceat(order, heads), np.diff(np.append(heads, n)))
     if any((column[first] != column).any() for column in columns):  # different boxes of one digest
         return _duplicates_by_sorting(columns)
     return first
+
+
+def _ascend(columns: Sequence[Int64Array]) -> bool:
+    """Whether each row is greater than the one before it, the first column counting most."""
+    undecided = np.arange(len(columns[0]) - 1) if len(columns[0]) else np.zeros(0, dtype=np.int64)
+    for column in columns:
+        step = column[undecided + 1] - column[undecided]
+        if (step < 0).any():
+            return False
+        undecided = undecided[step == 0]
+    return not len(undecided)
 
 
 def row_digest(columns: Sequence[Int64Array]) -> npt.NDArray[np.uint64]:
@@ -46,18 +64,12 @@ def row_digest(columns: Sequence[Int64Array]) -> npt.NDArray[np.uint64]:
 
 
 def _duplicates_by_sorting(columns: Sequence[Int64Array]) -> Int64Array:
-    order = np.lexsort(columns)
-    first = np.empty(len(order), dtype=np.int64)
-    first[order] = _run_heads([column[order] for column in columns], order)
-    return first
-
-
-def _run_heads(columns: Sequence[npt.NDArray[np.integer]], order: Int64Array) -> Int64Array:
-    """``order`` with each number replaced by the first of its run, in which all sorted ``columns`` are equal."""
+    order = np.lexsort(columns)  # stable: equal boxes keep their order
     is_new = np.ones(len(order), dtype=np.bool_)
-    is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    heads = np.flatnonzero(is_new)
-    return np.repeat(order[heads], np.diff(np.append(heads, len(order))))
+    is_new[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
+    first = np.empty(len(order), dtype=np.int64)
+    first[order] = order[np.flatnonzero(is_new)[np.cumsum(is_new) - 1]]
+    return first
 
 
 def overlapping_pairs(

@@ -25,6 +25,8 @@ __all__ = ["JOURNAL_NAME", "MARKER_NAME", "LocalTarget"]
 
 MARKER_NAME = "CKPT_UNFINISHED"
 JOURNAL_NAME = "CKPT_JOURNAL"
+_OWN_NAMES = (JOURNAL_NAME, "." + JOURNAL_NAME, MARKER_NAME, "CKPT_PROCESS", "CKPT_TOGETHER")
+"""Beginnings of names of what only a run needs."""
 MARKER_TEXT = (
     "Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or delete this folder.\n"
 )
@@ -42,6 +44,7 @@ class LocalTarget:
         resume: continue in a ``.partial`` folder that is there.
         durable: fsync before the rename, and in ``flush``. False for measurements only.
         single_file: ``url`` names one file; exactly one may be created.
+        joins: another process claims the folder, makes the files and commits; this one only writes into them.
 
     Raises:
         TargetExists: the final name or the ``.partial`` folder is there, or another process is writing.
@@ -50,7 +53,9 @@ class LocalTarget:
 
     is_sequential = False
 
-    def __init__(self, url: str, *, overwrite: bool, resume: bool, durable: bool, single_file: bool) -> None:
+    def __init__(
+        self, url: str, *, overwrite: bool, resume: bool, durable: bool, single_file: bool, joins: bool = False
+    ) -> None:
         self.url = url
         self.is_resumed = False
         self._final = os.path.abspath(local_path(url))
@@ -61,11 +66,14 @@ class LocalTarget:
         self._overwrite = overwrite
         self._durable = durable
         self._single_file = single_file
+        self._joins = joins
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._dirty: set[str] = set()
         self._handles = Handles(self._open, limit=MAX_OPEN_FILES)
         self._marker_fd = -1
+        if joins:
+            return
         try:
             self._check_final()
             self._claim(resume=resume)
@@ -82,6 +90,10 @@ class LocalTarget:
         full = self._full(path)
         if self._single_file and self._sizes and path not in self._sizes:
             raise UsageError(f"expected one file, got {path!r} beside {next(iter(self._sizes))!r}", where=self.url)
+        if self._joins:
+            with self._lock:
+                self._sizes[path] = nbytes
+            return
         try:
             os.makedirs(os.path.dirname(full), exist_ok=True)
             fd = os.open(
@@ -324,8 +336,8 @@ class LocalTarget:
         """Rename the partial folder; what has the final name is swapped out in the same step where the system can."""
         if _IS_WINDOWS:
             self._unlock()  # it neither deletes nor renames what is open
-        for name in (JOURNAL_NAME, MARKER_NAME):
-            if os.path.lexists(os.path.join(self.root, name)):
+        for name in os.listdir(self.root):
+            if name.startswith(_OWN_NAMES):
                 os.unlink(os.path.join(self.root, name))
         swap_in(self.root, self._final, self._replaced)
 

@@ -97,6 +97,7 @@ def open_target(
     durable: bool,
     single_file: bool,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    joins: bool = False,
 ) -> Target:
     """A target that may be written to.
 
@@ -108,6 +109,7 @@ def open_target(
         durable: wait until bytes are on the device before the final name appears; local only.
         single_file: the final name is that of one file.
         memory_bytes: what buffers of a remote target may take.
+        joins: another process owns and commits the target, this one writes into its files; local only.
 
     Raises:
         TargetExists: something is there, and nothing was said about it.
@@ -115,7 +117,9 @@ def open_target(
     """
     text = os.fspath(url)
     if is_local(text):
-        return LocalTarget(text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file)
+        return LocalTarget(
+            text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file, joins=joins
+        )
     place = _part_place(text, single_file=single_file)
     if place is not None:
         return PartTarget(place, overwrite=overwrite, resume=resume, single_file=single_file, memory_bytes=memory_bytes)

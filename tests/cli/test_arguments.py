@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.cli.app import main
+from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 
 GIB = 1 << 30
@@ -60,6 +61,9 @@ class Recorder:
         ("A B --overwrite --no-fsync", ("A", "B"), {"overwrite": True, "durable": False}),
         ("A B --resume --no-digest", ("A", "B"), {"resume": True, "digest": None}),
         ("A B --write-manifest m.json", ("A", "B"), {"digest": "m.json"}),
+        ("A B --no-sidecar", ("A", "B"), {"sidecar": False}),
+        ("A B --split 0/1", ("A", "B"), {}),
+        ("A B --split 1/4 --workers 2", ("A", "B"), {"share": Share(1, 4), "n_workers": 2}),
     ],
 )  # fmt: skip
 def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +71,8 @@ def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monk
     recorder = Recorder()
     monkeypatch.setattr("ckpt_tool.api.reshard.prepare_reshard", recorder)
     assert main(["reshard", *argv.split()]) == 2
-    assert (recorder.args, recorder.options) == (args, {**RESHARD, **MEGATRON, **RUN, **options})
+    named = dict(zip(("source", "target"), args, strict=True))
+    assert recorder.options == {**RESHARD, **MEGATRON, **RUN, "sidecar": None, **named, **options}
 
 
 def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:

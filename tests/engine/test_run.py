@@ -213,6 +213,7 @@ CHILD = """
 import sys, os, signal
 import numpy as np
 from pathlib import Path
+from ckpt_tool.engine import moving
 from ckpt_tool.engine import run as engine_run, worker as engine_worker
 from ckpt_tool.engine.base import EngineOptions, Progress
 from ckpt_tool.geometry.box import Box
@@ -225,7 +226,7 @@ array = np.arange(4000, dtype=np.float32).reshape(100, 40)
 source = make_source({"w": array}, {"w": [Box((0, 0), (50, 40)), Box((50, 0), (50, 40))]})
 target = make_target(source.manifest, {"w": [Box((0, 0), (100, 20)), Box((0, 20), (100, 20))]})
 plan = make_plan(source.manifest, target, limits=limits(tile=320, unit=960))
-engine_run._JOURNAL_BYTES = 1500
+moving._JOURNAL_BYTES = 1500
 engine_worker._PROGRESS_BYTES = 1
 out = open_target(folder, overwrite=False, resume=resume, durable=True, single_file=False)
 events = engine_run.run_plan(plan, layout_of(target), MemoryStore(source.files), out, EngineOptions(1 << 20, 1))

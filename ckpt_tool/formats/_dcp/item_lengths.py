@@ -8,16 +8,17 @@ payload modulo the alignment) have equal surroundings, and one item of each clas
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.formats._dcp.written_items import ItemKinds
 from ckpt_tool.formats.base import BoxTable
+from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 
 __all__ = ["item_lengths"]
 
 _ALIGNMENT = 64
+_MAX_NDIM = 64
 _WIDE_NBYTES = (1 << 32) - (1 << 16)
 """Payloads from here on may need wide zip records: they are laid out one by one."""
 
@@ -31,37 +32,35 @@ def item_lengths(tensors: TensorTable, boxes: BoxTable) -> tuple[IntArray, IntAr
     kind_of_tensor = np.array([dtypes[dtype] for dtype in tensors.dtypes], dtype=np.int64)
     numel = np.prod(boxes.sizes, axis=1, dtype=np.int64)
     payload = (numel * tensors.bits[boxes.tensor] + 7) // 8
+    kind, ndim = kind_of_tensor[boxes.tensor], tensors.ndim[boxes.tensor].astype(np.int64)
+    around, head = np.empty((2, len(boxes)), dtype=np.int64)
+    shape = _first_rows(np.column_stack([kind * (_MAX_NDIM + 1) + ndim, boxes.sizes]))
+    own = np.flatnonzero(shape == np.arange(len(boxes)))
     key = np.column_stack(
         [
-            kind_of_tensor[boxes.tensor],
-            tensors.ndim[boxes.tensor],
-            _numbers_nbytes(boxes.sizes, tensors.ndim[boxes.tensor], numel, payload),
-            np.where(payload < _WIDE_NBYTES, payload % _ALIGNMENT, payload),
-            payload == 0,
+            kind[own],
+            ndim[own],
+            _numbers_nbytes(boxes.sizes[own], ndim[own], numel[own], payload[own]),
+            np.where(payload[own] < _WIDE_NBYTES, payload[own] % _ALIGNMENT, payload[own]),
+            payload[own] == 0,
         ]
     )
-    first, class_of_box = _classes(key)
+    of_class = own[_first_rows(key)]
     kinds = ItemKinds()
-    laid_out = [
-        kinds.kind(tensors.dtypes[tensor], tuple(boxes.sizes[row, : tensors.ndim[tensor]].tolist()))
-        for row, tensor in zip(first.tolist(), boxes.tensor[first].tolist(), strict=True)
-    ]
-    around = np.array([kind.nbytes - kind.payload_nbytes for kind in laid_out], dtype=np.int64)
-    head = np.array([len(kind.head) for kind in laid_out], dtype=np.int64)
-    return around[class_of_box] + payload, head[class_of_box], payload
+    for row in np.unique(of_class).tolist():
+        tensor = boxes.tensor[row]
+        laid_out = kinds.kind(tensors.dtypes[tensor], tuple(boxes.sizes[row, : tensors.ndim[tensor]].tolist()))
+        around[row], head[row] = laid_out.nbytes - laid_out.payload_nbytes, len(laid_out.head)
+    around[own], head[own] = around[of_class], head[of_class]
+    return around[shape] + payload, head[shape], payload
 
 
-def _classes(key: IntArray) -> tuple[IntArray, IntArray]:
-    """The first row of each distinct key, and the class of each row."""
-    label = np.zeros(len(key), dtype=np.int64)
-    for column in key.T:
-        values, place = np.unique(column, return_inverse=True)
-        label = np.unique(label * len(values) + place, return_inverse=True)[1]
-    _, first = np.unique(label, return_index=True)
-    return first, label
+def _first_rows(key: IntArray) -> IntArray:
+    """int64[n]: the first row that is equal to each row."""
+    return exact_duplicates(key, key[:, :0])
 
 
-def _numbers_nbytes(sizes: IntArray, ndim: npt.NDArray[np.int8], numel: IntArray, payload: IntArray) -> IntArray:
+def _numbers_nbytes(sizes: IntArray, ndim: IntArray, numel: IntArray, payload: IntArray) -> IntArray:
     """int64[n]: bytes that the numbers of each item's pickle take: sizes, strides, and the storage's length."""
     is_dim = np.arange(sizes.shape[1]) < ndim[:, None]
     each = np.where(is_dim, _number_nbytes(sizes) + _number_nbytes(contiguous_strides_columns(sizes)), 0)

@@ -9,10 +9,13 @@ Source of the layout: torch/distributed/checkpoint/metadata.py and filesystem.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.errors import FormatError, Unsupported
@@ -24,6 +27,7 @@ from ckpt_tool.manifest.model import KeyPath
 __all__ = [
     "METADATA_NAME",
     "MetadataFile",
+    "Storage",
     "StorageInfo",
     "TensorItem",
     "foreign_root",
@@ -55,6 +59,28 @@ class TensorItem:
     chunks: Chunks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Where items lie, as columns in the order of the file's records."""
+
+    row: Mapping[tuple[str, tuple[int, ...] | None], int]
+    """By fqn and chunk offsets; offsets are None for objects."""
+    paths: Sequence[str]
+    """Relative to the metadata file."""
+    offset: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    transforms: Mapping[int, tuple[object, ...]]
+    """Rows whose bytes went through transforms."""
+
+    def records(self) -> dict[tuple[str, tuple[int, ...] | None], StorageInfo]:
+        """Each item by itself."""
+        rows = zip(self.paths, self.offset.tolist(), self.length.tolist(), strict=True)
+        return {
+            key: (*place, self.transforms.get(row, ()))
+            for (key, row), place in zip(self.row.items(), rows, strict=True)
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class MetadataFile:
     """What one metadata file says."""
@@ -63,8 +89,7 @@ class MetadataFile:
     tensors: Mapping[str, TensorItem]
     blobs: tuple[str, ...]
     """fqns of the objects that are not tensors."""
-    storage: Mapping[tuple[str, tuple[int, ...] | None], StorageInfo]
-    """By fqn and chunk offsets; offsets are None for objects."""
+    storage: Storage
     paths: Mapping[str, KeyPath]
     """Nested keys by fqn (``planner_data``); empty when the state dict was not flattened."""
     is_flattened: bool
@@ -179,32 +204,56 @@ def _element_type(element: object, fqn: str, path: str) -> DType:
         raise Unsupported(f"{fqn!r}: {error.message}", where=path, hint=error.hint) from None
 
 
-def _storage(records: dict[Any, Any], path: str) -> dict[tuple[str, tuple[int, ...] | None], StorageInfo]:
-    keys: list[tuple[str, tuple[int, ...] | None]] = []
-    infos: list[StorageInfo] = []
+def _storage(records: dict[Any, Any], path: str) -> Storage:
+    try:
+        keys = [index[0] for index in records]
+        # ByteCheckpoint has a class of its own for the places.
+        places = [info[0] if isinstance(info, Fields) else info.state for info in records.values()]
+        fqns, offsets = [key["fqn"] for key in keys], [key.get("offset") for key in keys]
+        paths = [place["relative_path"] for place in places]
+        numbers = [[place[name] for place in places] for name in ("offset", "length")]
+        transforms = {
+            row: tuple(found)
+            for row, place in enumerate(places)
+            if (found := place.get("transform_descriptors")) is not None and len(found)
+        }
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise _unsound_record(records, path) from error
+    is_sound = (
+        set(map(type, fqns)) | set(map(type, paths)) <= {str}
+        and {kind for kind in set(map(type, offsets)) if not issubclass(kind, (tuple, type(None)))} == set()
+        and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in numbers)
+        and all(max(column, default=0) < 2**62 for column in numbers)
+    )
+    if not is_sound:
+        raise _unsound_record(records, path)
+    if not _are_integers(place or () for place in offsets):
+        raise FormatError("the storage of a chunk has offsets that are no whole numbers", where=path)
+    row = dict(zip(zip(fqns, offsets, strict=True), range(len(records)), strict=True))
+    if len(row) != len(records):
+        raise FormatError(f"{len(records) - len(row):,} chunks have two storage records", where=path)
+    offset, length = (np.array(column, dtype=np.int64) for column in numbers)
+    return Storage(row, paths, offset, length, transforms)
+
+
+def _unsound_record(records: dict[Any, Any], path: str) -> FormatError:
+    """What is wrong with the first record that is."""
     for index, info in records.items():
         try:
             key = index[0]
-            where = info[0] if isinstance(info, Fields) else info.state  # ByteCheckpoint has a class of its own
+            where = info[0] if isinstance(info, Fields) else info.state
             fqn, offsets = key["fqn"], key.get("offset")
             relative_path, offset, length = where["relative_path"], where["offset"], where["length"]
-            transforms = tuple(where.get("transform_descriptors") or ())
+            tuple(where.get("transform_descriptors") or ())
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise FormatError(f"storage record {index!r} lacks a field: {error}", where=path) from None
+            return FormatError(f"storage record {index!r} lacks a field: {error}", where=path)
         if not (type(offset) is int and type(length) is int and 0 <= offset < 2**62 and 0 <= length < 2**62):
-            raise FormatError(
+            return FormatError(
                 f"storage of {fqn!r}: offset {offset!r}, length {length!r} are no byte counts", where=path
             )
         if type(relative_path) is not str or type(fqn) is not str or not isinstance(offsets, (tuple, type(None))):
-            raise FormatError(f"storage of {fqn!r}: a field is of the wrong type", where=path)
-        keys.append((fqn, offsets))
-        infos.append((relative_path, offset, length, transforms))
-    if not _are_integers(offsets or () for _, offsets in keys):
-        raise FormatError("the storage of a chunk has offsets that are no whole numbers", where=path)
-    storage = dict(zip(keys, infos, strict=True))
-    if len(storage) != len(records):
-        raise FormatError(f"{len(records) - len(storage):,} chunks have two storage records", where=path)
-    return storage
+            return FormatError(f"storage of {fqn!r}: a field is of the wrong type", where=path)
+    return FormatError("a storage record has a field of the wrong type", where=path)
 
 
 def _key_paths(planner_data: dict[Any, Any]) -> dict[str, KeyPath]:

@@ -18,6 +18,9 @@ from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["Recalled", "Rows"]
 
+_ROWS_AT_ONCE = 2048
+"""What is made at once stays in the caches while its columns are filled in."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recalled:
@@ -52,15 +55,18 @@ class Rows:
     @cached_property
     def table(self) -> npt.NDArray[np.uint8]:
         """uint8[n, row_nbytes]: the records."""
+        template = b"".join(opcode + bytes(0 if column is None else column.itemsize) for opcode, column in self._pieces)
         table = np.empty((self.n, self.row_nbytes), dtype=np.uint8)
-        at = 0
-        for opcode, column in self._pieces:
-            table[:, at : at + len(opcode)] = np.frombuffer(opcode, dtype=np.uint8)
-            at += len(opcode)
-            if column is not None:
-                width = column.itemsize
-                table[:, at : at + width] = np.ascontiguousarray(column).view(np.uint8).reshape(self.n, width)
-                at += width
+        for first in range(0, self.n, _ROWS_AT_ONCE):
+            block = table[first : first + _ROWS_AT_ONCE]
+            block[:] = np.frombuffer(template, dtype=np.uint8)
+            at = 0
+            for opcode, column in self._pieces:
+                at += len(opcode)
+                if column is not None:
+                    numbers = column[first : first + _ROWS_AT_ONCE]
+                    block[:, at : at + column.itemsize] = numbers.view(np.uint8).reshape(len(block), -1)
+                    at += column.itemsize
         return table
 
 

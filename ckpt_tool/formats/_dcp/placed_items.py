@@ -122,9 +122,12 @@ def place_boxes(
         LayoutError: a tensor with elements has no box.
     """
     item_nbytes, head_nbytes, payload_nbytes = item_lengths(tensors, boxes)
-    ranks, file = np.unique(boxes.rank, return_inverse=True)
-    paths = tuple(path_of(int(rank)) for rank in ranks)
-    order = np.argsort(file, kind="stable")
+    is_used = np.zeros(int(boxes.rank.max(initial=-1)) + 1, dtype=bool)
+    is_used[boxes.rank] = True
+    file = (np.cumsum(is_used) - 1)[boxes.rank]
+    paths = tuple(path_of(rank) for rank in np.flatnonzero(is_used).tolist())
+    # Of 16 bits numpy sorts by radix, many times faster.
+    order = np.argsort(file.astype(np.uint16) if len(paths) < 1 << 16 else file, kind="stable")
     first = np.searchsorted(file[order], np.arange(len(paths) + 1))
     before = np.concatenate([[0], np.cumsum(item_nbytes[order])])
     starts = [files.extend(path, nbytes) for path, nbytes in zip(paths, np.diff(before[first]).tolist(), strict=True)]
@@ -177,7 +180,7 @@ def written_tensors(
     """
     tensor = boxes.tensor.astype(np.int64)
     # Of boxes that begin at the same place at most one may have elements; the empty ones need no record beside it.
-    place = exact_duplicates(boxes.offsets, np.zeros_like(boxes.offsets), tensor)
+    place = exact_duplicates(boxes.offsets, boxes.offsets[:, :0], tensor)
     is_full = placed.payload_nbytes > 0
     n_full = np.bincount(place[is_full], minlength=len(boxes))
     if n_full.max(initial=0) > 1:

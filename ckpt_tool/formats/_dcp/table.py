@@ -10,13 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from typing import NoReturn
 
 import numpy as np
 
 from ckpt_tool.errors import FormatError, Unsupported
-from ckpt_tool.formats._dcp.metadata import MetadataFile, StorageInfo, TensorItem
+from ckpt_tool.formats._dcp.metadata import MetadataFile, TensorItem
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
@@ -146,18 +146,18 @@ class _Files:
 
 @dataclass
 class _Rows:
-    """Chunk rows while they are collected, in lists that are aligned row by row."""
+    """Chunk rows while they are collected, in parts that are aligned row by row."""
 
     counts: list[tuple[int, int]] = field(default_factory=list)
     """Tensor row and number of chunks, in the order of rows."""
     offsets: list[tuple[int, ...]] = field(default_factory=list)
     sizes: list[tuple[int, ...]] = field(default_factory=list)
-    infos: list[StorageInfo] = field(default_factory=list)
-    file: list[int] = field(default_factory=list)
+    file: list[IntArray] = field(default_factory=list)
+    offset: list[IntArray] = field(default_factory=list)
+    length: list[IntArray] = field(default_factory=list)
 
     def columns(self, tensors: TensorTable) -> ChunkTable:
         """Unresolved chunks, their numbers checked against the tensors' shapes."""
-        n = len(self.infos)
         tensor = np.repeat(*np.array(self.counts, dtype=np.int64).reshape(-1, 2).T)
         offsets = _padded(self.offsets, tensor, tensors, fill=0)
         sizes = _padded(self.sizes, tensor, tensors, fill=1)
@@ -170,16 +170,15 @@ class _Rows:
                 f"shape {list(tensors.shape_of(int(tensor[row])))} ({len(wrong):,} such chunks)",
                 where=tensors.fqns[tensor[row]],
             )
-        is_plain = np.array([not info[3] for info in self.infos], dtype=np.bool_)
-        offset = np.fromiter((info[1] for info in self.infos), dtype=np.int64, count=n)
+        none = np.zeros(0, dtype=np.int64)
         return ChunkTable.from_columns(
             tensor=tensor,
             offsets=offsets,
             sizes=sizes,
-            file=self.file,
-            offset=np.where(is_plain, offset, 0),  # a decoded item begins its file
-            length=np.fromiter((info[2] for info in self.infos), dtype=np.int64, count=n),
-            flags=np.full(n, ChunkFlag.UNRESOLVED, dtype=np.uint8),
+            file=np.concatenate([none, *self.file]),
+            offset=np.concatenate([none, *self.offset]),
+            length=np.concatenate([none, *self.length]),
+            flags=np.full(len(tensor), ChunkFlag.UNRESOLVED, dtype=np.uint8),
         )
 
 
@@ -206,56 +205,69 @@ def _padded(boxes: list[tuple[int, ...]], tensor: IntArray, tensors: TensorTable
 
 def _add_chunks(part: MetadataFile, numbers: Mapping[str, int], rows: _Rows, files: _Files) -> None:
     """Append a row for each chunk that ``part`` lists."""
-    storage = part.storage
-    n_used = sum((fqn, None) in storage for fqn in part.blobs)
-    n_before = len(rows.infos)
+    row_of = part.storage.row
+    n_objects = sum((fqn, None) in row_of for fqn in part.blobs)
+    stored: list[int | None] = []
+    fqns: list[str] = []
     for fqn, item in part.tensors.items():
         # Empty chunks of several ranks begin at the same place and are stored once.
         chunks = dict(item.chunks)
         rows.counts.append((numbers[fqn], len(chunks)))
         rows.offsets += chunks
         rows.sizes += chunks.values()
-        for offsets in chunks:
-            info = storage.get((fqn, offsets))
-            if info is None:
-                raise FormatError(
-                    f"no storage is recorded for the chunk at {list(offsets)} of {fqn!r}", where=part.path
-                )
-            rows.infos.append(info)
-    n_used += len(rows.infos) - n_before
-    if n_used != len(storage) or any((fqn, None) not in storage for fqn in part.blobs):
+        fqns.append(fqn)
+        stored += map(row_of.get, zip(repeat(fqn), chunks))
+    if None in stored:
+        _raise_absent(part, stored.index(None))
+    if n_objects + len(stored) != len(row_of) or n_objects != len(part.blobs):
         _raise_stray(part)
-    rows.file += _file_rows(part, rows.infos[n_before:], files)
+    of_storage = np.array(stored, dtype=np.int64)
+    counts = np.array([n for _, n in rows.counts[len(rows.counts) - len(fqns) :]], dtype=np.int64)
+    file, offset = _placed(part, of_storage, np.repeat(np.arange(len(fqns)), counts), fqns, files)
+    rows.file.append(file)
+    rows.offset.append(offset)
+    rows.length.append(part.storage.length[of_storage])
+
+
+def _raise_absent(part: MetadataFile, number: int) -> NoReturn:
+    """Name the chunk of this number, which is not stored."""
+    listed = [(fqn, offsets) for fqn, item in part.tensors.items() for offsets in dict(item.chunks)]
+    fqn, offsets = listed[number]
+    raise FormatError(f"no storage is recorded for the chunk at {list(offsets)} of {fqn!r}", where=part.path)
 
 
 def _raise_stray(part: MetadataFile) -> NoReturn:
     """Name what is listed but not stored, or stored but not listed."""
     listed: set[tuple[str, tuple[int, ...] | None]] = {(fqn, None) for fqn in part.blobs}
     listed.update((fqn, offsets) for fqn, item in part.tensors.items() for offsets, _ in item.chunks)
-    fqn, offsets = min(listed ^ part.storage.keys(), key=repr)
+    fqn, offsets = min(listed ^ part.storage.row.keys(), key=repr)
     what = "the object" if offsets is None else f"a chunk at {list(offsets)} of"
     side = "listed, but not stored" if (fqn, offsets) in listed else "stored, but not listed"
     raise FormatError(f"{what} {fqn!r} is {side}", where=part.path)
 
 
-def _file_rows(part: MetadataFile, infos: list[StorageInfo], files: _Files) -> list[int]:
-    """Row of each item's file, after its path was checked."""
-    known: dict[str, int] = {}
-    found: list[int] = []
-    for info in infos:
-        row = known.get(info[0])
-        if row is None:
-            row = known[info[0]] = files.row(info[0], _holder(part, info), part.path)
-        if info[3]:
-            _check_transforms(info[3], _holder(part, info), part.path)
-            row = files.decoded_row(FileRange(info[0], info[1], info[2]))
-        found.append(row)
-    return found
-
-
-def _holder(part: MetadataFile, info: StorageInfo) -> str:
-    """The fqn of an item."""
-    return next(fqn for (fqn, _), other in part.storage.items() if other is info)
+def _placed(
+    part: MetadataFile, of_storage: IntArray, tensor: IntArray, fqns: Sequence[str], files: _Files
+) -> tuple[IntArray, IntArray]:
+    """File row of each item, after its path was checked, and its first byte there; ``tensor`` counts in ``fqns``."""
+    storage = part.storage
+    number = {path: at for at, path in enumerate(dict.fromkeys(storage.paths))}
+    path_of_item = np.fromiter(map(number.__getitem__, storage.paths), dtype=np.int64, count=len(storage.paths))
+    path = path_of_item[of_storage]
+    used, first = np.unique(path, return_index=True)
+    names = list(number)
+    file_of_path = np.full(len(names), -1, dtype=np.int64)
+    for at in np.argsort(first, kind="stable").tolist():
+        fqn = fqns[tensor[first[at]]]
+        file_of_path[used[at]] = files.row(names[used[at]], fqn, part.path)
+    file, offset = file_of_path[path], storage.offset[of_storage]
+    if storage.transforms:
+        for row in np.flatnonzero(np.isin(of_storage, list(storage.transforms))).tolist():
+            item = int(of_storage[row])
+            _check_transforms(storage.transforms[item], fqns[tensor[row]], part.path)
+            where = FileRange(storage.paths[item], int(storage.offset[item]), int(storage.length[item]))
+            file[row], offset[row] = files.decoded_row(where), 0  # a decoded item begins its file
+    return file, offset
 
 
 def _check_transforms(transforms: Sequence[object], fqn: str, where: str) -> None:
@@ -271,15 +283,16 @@ def _check_transforms(transforms: Sequence[object], fqn: str, where: str) -> Non
 def _blobs(part: MetadataFile, files: _Files, *, is_shared: bool) -> Iterable[Blob]:
     """Objects that ``part`` lists; with ``is_shared`` they belong to no rank."""
     for fqn in part.blobs:
-        path, offset, length, transforms = part.storage[fqn, None]
-        checked = files.entries[files.row(path, fqn, part.path)].path
+        row = part.storage.row[fqn, None]
+        transforms = part.storage.transforms.get(row)
+        checked = files.entries[files.row(part.storage.paths[row], fqn, part.path)].path
         if transforms:
             _check_transforms(transforms, fqn, part.path)
         rank = rank_of(checked)
         yield Blob(
             fqn=fqn,
             kind="torch_save+zstd" if transforms else "torch_save",
-            where=FileRange(checked, offset, length),
+            where=FileRange(checked, int(part.storage.offset[row]), int(part.storage.length[row])),
             path=part.paths.get(fqn, (fqn,)),
             rank=None if is_shared or rank < 0 else rank,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ckpt_tool.errors import CoverageError, Unsupported
-from ckpt_tool.formats._dcp.metadata import METADATA_NAME, MetadataFile, StorageInfo, load_metadata
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, StorageInfo, load_metadata
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenChunks, WrittenItem, WrittenTensor
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
+from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME
 from ckpt_tool.formats.edited import Edit, EditedFile, EditedFiles
 from ckpt_tool.manifest.model import FileRange, KeyPath, Manifest
 
@@ -34,14 +35,15 @@ class DcpEditor:
                 hint="ckpt reshard SRC OUT --to dcp joins them",
             )
         found = load_metadata(source.read_whole(METADATA_NAME), METADATA_NAME)
-        if any(transforms for *_, transforms in found.storage.values()):
+        stored = found.storage.records()
+        if any(transforms for *_, transforms in stored.values()):
             raise Unsupported("compressed items are not edited", where=manifest.root, hint="ckpt reshard rewrites them")
         kept = {
             key: info
-            for key, info in found.storage.items()
+            for key, info in stored.items()
             if (key[0] in edit.objects if key[1] is None else key[0] in edit.names)
         }
-        files, places = _files(source, found, kept)
+        files, places = _files(source, stored, kept)
         tensors: list[WrittenTensor] = []
         chunks: list[WrittenChunk] = []
         for old, new in edit.names.items():
@@ -60,7 +62,7 @@ class DcpEditor:
             if (old, None) in places
         ]
         metadata = metadata_pickle(tensors, WrittenChunks.of(chunks), blobs, save_id=found.save_id or "").finished()
-        replaced = {path for path, *_ in found.storage.values()} | {METADATA_NAME}
+        replaced = {path for path, *_ in stored.values()} | {METADATA_NAME, SIDECAR_NAME}
         notes = [f"{name} of the metadata, which torch does not know, is left out" for name in found.extra]
         return EditedFiles(
             (*files, EditedFile(METADATA_NAME, (metadata,))), tuple(sorted(replaced)), METADATA_NAME, tuple(notes)
@@ -68,12 +70,12 @@ class DcpEditor:
 
 
 def _files(
-    source: Source, found: MetadataFile, kept: dict[_Key, StorageInfo]
+    source: Source, stored: dict[_Key, StorageInfo], kept: dict[_Key, StorageInfo]
 ) -> tuple[list[EditedFile], dict[_Key, WrittenItem]]:
     """The files that hold the kept items, and where each item is in them."""
     by_file: dict[str, list[tuple[int, int, _Key]]] = {}
     n_items: dict[str, int] = {}
-    for key, (path, offset, length, _) in found.storage.items():
+    for key, (path, offset, length, _) in stored.items():
         n_items[path] = n_items.get(path, 0) + 1
         if key in kept:
             by_file.setdefault(path, []).append((offset, length, key))

@@ -16,12 +16,12 @@ from ckpt_tool.formats._dcp.metadata_pickle import (
 )
 from ckpt_tool.manifest.model import KeyPath
 
-__all__ = ["metadata_pickle"]
+__all__ = ["VERSION", "metadata_pickle"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_VERSION = "1.0.0"
-"""``CURRENT_DCP_VERSION`` of torch 2.13."""
+VERSION = "1.0.0"
+"""``CURRENT_DCPVERSION`` of torch 2.13."""
 _NEW, _BUILD, _STOP, _MARK, _SETITEMS, _NONE, _EMPTY_DICT, _EMPTY_LIST = (
     b")\x81", b"b", b".", b"(", b"u", b"N", b"}", b"]",
 )  # fmt: skip
@@ -57,5 +57,5 @@ def metadata_pickle(
     for name, value in (("checkpoint_id", _NONE), ("save_id", text_piece(save_id)), ("load_id", _NONE)):
         pickle.add(pickle.text(name), value)
     pickle.add(pickle.text("modules"), _EMPTY_LIST, _SETITEMS, _BUILD)
-    pickle.add(pickle.text("version"), text_piece(_VERSION), _SETITEMS, _BUILD, _STOP)
+    pickle.add(pickle.text("version"), text_piece(VERSION), _SETITEMS, _BUILD, _STOP)
     return pickle

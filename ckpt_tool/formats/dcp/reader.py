@@ -9,10 +9,11 @@ from ckpt_tool.errors import NotFound
 from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._dcp import objects
 from ckpt_tool.formats._dcp.checks import checksums
-from ckpt_tool.formats._dcp.metadata import METADATA_NAME, MetadataFile, load_metadata, rank_metadata
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata, rank_metadata
 from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import checks, probe, resolve
+from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME, Facts, Sidecar, read_sidecar
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
@@ -42,22 +43,38 @@ class DcpReader:
         paths = probe.metadata_paths(source)
         if not paths:
             raise NotFound(f"no {METADATA_NAME}", where=source.listing.url, hint="the save may not have finished")
+        sidecar = read_sidecar(source)
+        if isinstance(sidecar, Sidecar):
+            source.remembered[SIDECAR_NAME] = sidecar
+            return self._manifest(source, paths, sidecar.tables, sidecar.facts, ())
         with collector_paused():
-            parts = [load_metadata(data, path) for data, path in zip(source.read_wholes(paths), paths, strict=True)]
-            tables = tabulate(parts, source.listing.sizes)
-            return Manifest(
-                format=self.name,
-                root=source.listing.url,
-                tensors=tables.tensors,
-                chunks=tables.chunks,
-                files=tables.files,
-                blobs=tables.blobs,
-                info=_info(source, parts, tables),
-                notes=tuple(_notes(parts, tables)),
-            )
+            tables, facts = _parsed(source, paths)
+        return self._manifest(source, paths, tables, facts, () if sidecar is None else (sidecar,))
+
+    def _manifest(
+        self, source: Source, paths: Sequence[str], tables: Tables, facts: Facts, notes: Sequence[str]
+    ) -> Manifest:
+        return Manifest(
+            format=self.name,
+            root=source.listing.url,
+            tensors=tables.tensors,
+            chunks=tables.chunks,
+            files=tables.files,
+            blobs=tables.blobs,
+            info=_info(source, paths, tables, facts),
+            notes=(*_notes(paths, tables), *notes),
+        )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """Exact places of the chunks ``rows``; one request per row at most, see ``resolve.resolve``."""
+        """Exact places of the chunks ``rows``; one request per row at most, see ``resolve.resolve``.
+
+        None at all where a sidecar knows them.
+        """
+        sidecar = source.remembered.get(SIDECAR_NAME)
+        if isinstance(sidecar, Sidecar):
+            chunks = resolve.resolve_by_sidecar(sidecar, manifest, rows)
+            if chunks is not None:
+                return chunks
         return resolve.resolve(source, manifest, rows)
 
     def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
@@ -76,35 +93,42 @@ class DcpReader:
 READER = DcpReader()
 
 
-def _info(source: Source, parts: Sequence[MetadataFile], tables: Tables) -> dict[str, Any]:
+def _parsed(source: Source, paths: Sequence[str]) -> tuple[Tables, Facts]:
+    """By itself, so that the pickle's records are gone before the collector could look at them."""
+    parts = [load_metadata(content, path) for content, path in zip(source.read_wholes(paths), paths, strict=True)]
+    facts = Facts(parts[0].version, parts[0].save_id, parts[0].is_flattened)
+    return tabulate(parts, source.listing.sizes), facts
+
+
+def _info(source: Source, paths: Sequence[str], tables: Tables, facts: Facts) -> dict[str, Any]:
     """What the metadata says beyond tensors."""
     ranks = [rank_of(path) for path in source.listing.sizes]
     ranks += [rank for path in source.listing.sizes if (rank := rank_metadata(path)) is not None]
     names = {blob.fqn for blob in tables.blobs} | set(tables.tensors.fqns)
     known = {
-        "version": parts[0].version,
-        "save_id": parts[0].save_id,
+        "version": facts.version,
+        "save_id": facts.save_id,
         "world_size": max(ranks, default=-1) + 1 or None,
-        "is_flattened": parts[0].is_flattened,
+        "is_flattened": facts.is_flattened,
         "step_fqn": next((fqn for fqn in _STEP_FQNS if fqn in names), None),
         "n_empty_chunks": sum(tables.empty.values()) or None,
-        "n_metadata_files": len(parts) if parts[0].path != METADATA_NAME else None,
+        "n_metadata_files": len(paths) if paths[0] != METADATA_NAME else None,
     }
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _notes(parts: Sequence[MetadataFile], tables: Tables) -> Iterator[str]:
+def _notes(paths: Sequence[str], tables: Tables) -> Iterator[str]:
     """What a person should know."""
     if tables.empty:
         by_rank = ", ".join(f"rank {rank}: {n:,}" if rank >= 0 else f"{n:,}" for rank, n in tables.empty.items())
         n_empty = sum(tables.empty.values())
         what = "1 chunk holds no element and is" if n_empty == 1 else f"{n_empty:,} chunks hold no element and are"
         yield f"{what} left out ({by_rank})"
-    if parts[0].path != METADATA_NAME:
-        ranks = [rank_metadata(part.path) or 0 for part in parts]
+    if paths[0] != METADATA_NAME:
+        ranks = [rank_metadata(path) or 0 for path in paths]
         absent = sorted(set(range(max(ranks) + 1)) - set(ranks))
         yield (
-            f"saved without collectives: the union of {len(parts):,} metadata files, ranks 0 to {max(ranks):,}; "
+            f"saved without collectives: the union of {len(paths):,} metadata files, ranks 0 to {max(ranks):,}; "
             "the absence of higher ranks cannot be noticed"
         )
         if absent:

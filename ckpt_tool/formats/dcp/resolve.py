@@ -12,12 +12,13 @@ from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, payloa
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
+from ckpt_tool.formats.dcp.sidecar import Sidecar
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.storage.decode import decoded_blocks
 
-__all__ = ["Located", "located_items", "resolve"]
+__all__ = ["Located", "located_items", "resolve", "resolve_by_sidecar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,22 @@ def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         for row, found in odd_strides.items():
             strides[row, : len(found)] = found
     return chunks.replace(offset=offset, length=length, flags=flags, strides=strides)
+
+
+def resolve_by_sidecar(sidecar: Sidecar, manifest: Manifest, rows: IntArray) -> ChunkTable | None:
+    """`resolve` without a request; None where ``manifest`` is not that of the sidecar."""
+    chunks, known = manifest.chunks, sidecar.tables.chunks
+    rows = rows[(chunks.flags[rows] & ChunkFlag.UNRESOLVED) != 0]
+    is_same = len(chunks) == len(known) and all(
+        np.array_equal(getattr(chunks, name)[rows], getattr(known, name)[rows]) for name in ("file", "offset", "length")
+    )
+    if not is_same or len(manifest.files) != len(sidecar.tables.files):
+        return None
+    offset, length, flags = chunks.offset.copy(), chunks.length.copy(), chunks.flags.copy()
+    offset[rows] = sidecar.payload_offset[rows]
+    length[rows] = (chunks.volume * manifest.tensors.bits[chunks.tensor] // 8)[rows]
+    flags[rows] = 0
+    return chunks.replace(offset=offset, length=length, flags=flags)
 
 
 def located_items(source: Source, manifest: Manifest, rows: IntArray) -> Iterator[Located]:

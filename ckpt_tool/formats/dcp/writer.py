@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
-from ckpt_tool.formats._dcp.metadata_pickle import MetadataPickle, WrittenItem
+from ckpt_tool.formats._dcp.metadata_pickle import MetadataPickle, WrittenChunks, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.placed_items import (
     GrowingFiles,
     PlacedItems,
@@ -30,6 +32,8 @@ from ckpt_tool.formats.base import (
     WriteRequest,
 )
 from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
+from ckpt_tool.formats.dcp.sidecar import MIN_CHUNKS, SIDECAR_NAME, sidecar_bytes
+from ckpt_tool.formats.dcp.written_sidecar import sidecar_of
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
@@ -60,7 +64,7 @@ class DcpWriter:
         entries = [FileEntry(path, files.nbytes[path]) for path in placed.paths]
         of_ranks = set(placed.paths)
         entries += [FileEntry(path, nbytes) for path, nbytes in files.nbytes.items() if path not in of_ranks]
-        entries.append(FileEntry(METADATA_NAME, metadata.nbytes))
+        entries.append(FileEntry(METADATA_NAME, metadata.pickle.nbytes))
         boxes = request.boxes
         chunks = ChunkTable.from_columns(
             tensor=boxes.tensor,
@@ -83,9 +87,7 @@ class DcpWriter:
         )
         return LayOut(
             manifest,
-            LaterSegments(
-                lambda: chain(files.segments, placed.segments(), [Segment(METADATA_NAME, 0, metadata.finished())])
-            ),
+            LaterSegments(lambda: chain(files.segments, placed.segments(), metadata.segments(request.options.sidecar))),
             METADATA_NAME,
             needs_crc32=True,
             seal=lambda crc32s: sealed(placed, crc32s),
@@ -152,13 +154,37 @@ def _place_blobs(request: WriteRequest, files: GrowingFiles) -> list[tuple[Blob,
     return list(placed.values())
 
 
+@dataclass(frozen=True, eq=False)
+class _Metadata:
+    """``.metadata`` and, where it pays or was asked for, the sidecar of it."""
+
+    tensors: TensorTable
+    written: list[WrittenTensor]
+    chunks: WrittenChunks
+    objects: list[tuple[str, KeyPath, WrittenItem]]
+    save_id: str
+
+    @cached_property
+    def pickle(self) -> MetadataPickle:
+        """The content of ``.metadata``; its bytes are made later."""
+        return metadata_pickle(self.written, self.chunks, self.objects, save_id=self.save_id)
+
+    def segments(self, wants_sidecar: bool | None) -> Iterator[Segment]:  # noqa: FBT001 - as the option is
+        """The files, the one that makes it a checkpoint last."""
+        data = self.pickle.finished()
+        if wants_sidecar or (wants_sidecar is None and len(self.chunks) >= MIN_CHUNKS):
+            sidecar = sidecar_of(self.tensors, self.written, self.chunks, self.objects, self.save_id)
+            yield Segment(SIDECAR_NAME, 0, sidecar_bytes(sidecar, data))
+        yield Segment(METADATA_NAME, 0, data)
+
+
 def _metadata(
     request: WriteRequest, placed: PlacedItems, blobs: list[tuple[Blob, WrittenItem]], files: GrowingFiles
-) -> MetadataPickle:
+) -> _Metadata:
     tensors = request.tensors
     written, chunks = written_tensors(tensors, request.boxes, placed, _named_paths(tensors))
     objects = [(blob.fqn, blob.path, item) for blob, item in blobs]
-    return metadata_pickle(written, chunks, objects, save_id=_save_id(tensors, sorted(files.nbytes.items())))
+    return _Metadata(tensors, written, chunks, objects, _save_id(tensors, sorted(files.nbytes.items())))
 
 
 def _named_paths(tensors: TensorTable) -> list[tuple[str, KeyPath]]:

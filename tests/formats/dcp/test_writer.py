@@ -28,24 +28,10 @@ from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.storage.open import open_store
 from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, truth_of
 from tests.formats.dcp.build import saved
-from tests.formats.dcp.written import boxes_of, row_boxes, write
+from tests.formats.dcp.written import boxes_of, numbers, row_boxes, table, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SOURCE = FIXTURES / "torch/dcp_fsdp2_4r_fp32"
-
-
-def table(**shapes: tuple[int, ...]) -> TensorTable:
-    """float32 tensors of the model section."""
-    return TensorTable.from_records(
-        TensorMeta(fqn, DTYPES["float32"], shape, "model", (fqn,)) for fqn, shape in shapes.items()
-    )
-
-
-def numbers(tensors: TensorTable) -> dict[str, Truth]:
-    """Counting bytes for each tensor."""
-    return {
-        t.fqn: Truth(t.dtype.name, t.shape, (np.arange(t.nbytes) % 251).astype(np.uint8).tobytes()) for t in tensors
-    }
 
 
 def request(tensors: TensorTable, world_size: int = 1, **others: Any) -> WriteRequest:

@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.dcp.writer import WRITER
 from tests.formats.dcp.load_worker import run
-from tests.formats.dcp.test_writer import bits, numbers, table
-from tests.formats.dcp.written import row_boxes, write
+from tests.formats.dcp.test_writer import bits
+from tests.formats.dcp.written import numbers, row_boxes, table, write
 
 
 @pytest.mark.dist

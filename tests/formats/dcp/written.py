@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.formats.base import BoxTable, LayOut
+from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.tables import TensorTable
 from tests.formats.conformance import Truth
 
-__all__ = ["boxes_of", "row_boxes", "write"]
+__all__ = ["boxes_of", "numbers", "row_boxes", "table", "write"]
 
 
 def write(layout: LayOut, truth: Mapping[str, Truth], root: Path, *, is_sealed: bool = True) -> None:
@@ -22,6 +24,7 @@ def write(layout: LayOut, truth: Mapping[str, Truth], root: Path, *, is_sealed: 
         (root / entry.path).write_bytes(bytes(entry.nbytes))
 
     def put(path: str, offset: int, data: bytes) -> None:
+        (root / path).touch()  # a file of segments alone is not in the manifest
         with (root / path).open("r+b") as file:
             file.seek(offset)
             file.write(data)
@@ -66,3 +69,17 @@ def row_boxes(tensors: TensorTable, world_size: int) -> BoxTable:
             extent = (min(step, n - start), *rest)
             rows.append((number, (start, *(0 for _ in rest)), extent, rank))
     return boxes_of(tensors, rows)
+
+
+def table(**shapes: tuple[int, ...]) -> TensorTable:
+    """float32 tensors of the model section."""
+    return TensorTable.from_records(
+        TensorMeta(fqn, DTYPES["float32"], shape, "model", (fqn,)) for fqn, shape in shapes.items()
+    )
+
+
+def numbers(tensors: TensorTable) -> dict[str, Truth]:
+    """Counting bytes for each tensor."""
+    return {
+        t.fqn: Truth(t.dtype.name, t.shape, (np.arange(t.nbytes) % 251).astype(np.uint8).tobytes()) for t in tensors
+    }

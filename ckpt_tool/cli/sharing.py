@@ -1,0 +1,49 @@
+"""A reshard by one process or several: started by a launcher, by hand with --split, or here with --processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tool.cli.output import Output
+from ckpt_tool.cli.text import line
+from ckpt_tool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tool.api.conversion import Conversion
+
+__all__ = ["prepared"]
+
+
+@contextmanager
+def prepared(sink: Output, options: Mapping[str, Any], *, split: str | None, n_processes: int) -> Iterator[Conversion]:
+    """The conversion of a reshard with ``options``, for this process; the others run until the block ends.
+
+    Raises:
+        UsageError: both ways to share the work were asked for.
+    """
+    from ckpt_tool.api.reshard import prepare_reshard, shared_options
+    from ckpt_tool.api.share import launched_share, local_count, parse_share
+
+    if n_processes > 1:
+        if split is not None:
+            raise UsageError("--processes starts processes, --split names one of several that were started: give one")
+        from ckpt_tool.api.processes import processes
+
+        shared = shared_options(options, n_processes)
+        with processes(shared, n_processes) as first:
+            yield prepare_reshard(**shared, share=first)
+        return
+    launched = launched_share(os.environ) if split is None else None
+    share = parse_share(split) if split is not None else None
+    if launched is not None:
+        share, why = launched
+        sink.talk([line(f"{share}, by {why}; --split 0/1 runs alone")])
+    if share is None:
+        yield prepare_reshard(**options)
+        return
+    # Memory is each process's own; threads are the machine's.
+    shared = {**options, "n_workers": shared_options(options, local_count(os.environ))["n_workers"]}
+    yield prepare_reshard(**shared, share=share)

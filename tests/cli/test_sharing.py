@@ -1,0 +1,143 @@
+"""The same command started several times, by a launcher, by hand or by itself, writes what one process writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from ckpt_tool.api.share import launched_share, local_count, parse_share
+from ckpt_tool.engine.team import Share
+from ckpt_tool.errors import UsageError
+
+SOURCE = Path(__file__).parents[2] / "fixtures/torch/dcp_fsdp2_4r_fp32/ckpt"
+LAYOUT = ("--mesh", "dp_shard=2", "--no-fsync")
+
+
+def start(target: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """One process of ``ckpt reshard``."""
+    clean = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ckpt_tool", "reshard", str(SOURCE), str(target), *LAYOUT, *words],
+        env={**clean, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finished(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of each."""
+    said = [process.communicate(timeout=100) for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process writes."""
+    target = tmp_path_factory.mktemp("alone") / "out"
+    ((status, _, errors),) = finished([start(target)])
+    assert status == 0, errors
+    return content(target)
+
+
+def test_a_launcher_starts_two(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """RANK and WORLD_SIZE are enough: the first says what was written, the other one only that its share is."""
+    names = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
+    processes = [start(tmp_path / "out", environment={**names, "RANK": str(rank)}) for rank in range(2)]
+    (first, out, _), (second, other_out, other_errors) = finished(processes)
+    assert (first, second) == (0, 0), other_errors
+    assert str(tmp_path / "out") in out
+    assert other_out == ""
+    assert "process 2 of 2" in other_errors
+    assert content(tmp_path / "out") == alone
+
+
+def test_it_starts_four_by_itself(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """--processes needs no launcher."""
+    ((status, out, errors),) = finished([start(tmp_path / "out", "--processes", "4", "--json")])
+    assert status == 0, errors
+    assert out.startswith("{")
+    assert content(tmp_path / "out") == alone
+
+
+def test_a_killed_process_leaves_nothing_that_looks_whole(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """Kill -9 the one that commits: the other one stops too; two that resume end with the same bytes."""
+    target = tmp_path / "out"
+    first, second = (start(target, "--split", f"{number}/3") for number in range(2))  # the third never comes
+    deadline = time.monotonic() + 60
+    partial = tmp_path / "out.partial"
+    while not list(partial.glob("CKPT_PROCESS*.1")) if partial.exists() else True:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    second.wait(timeout=60)
+    first.send_signal(signal.SIGKILL)
+    (killed, _, _), _ = finished([first, second])
+    assert killed == -signal.SIGKILL
+    assert not target.exists()
+    resumed = [start(target, "--split", f"{number}/2", "--resume") for number in range(2)]
+    (status, out, errors), (other, _, other_errors) = finished(resumed)
+    assert (status, other) == (0, 0), errors + other_errors
+    assert content(target) == alone
+    assert "were there already" in out
+
+
+def test_a_member_that_is_killed_is_named(tmp_path: Path) -> None:
+    """The first process says who is missing and how to go on, with the exit status of storage failures."""
+    target = tmp_path / "out"
+    first, second = (start(target, "--split", f"{number}/3") for number in range(2))
+    partial = tmp_path / "out.partial"
+    deadline = time.monotonic() + 60
+    while not (partial.exists() and list(partial.glob("CKPT_PROCESS*.1"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    token = next(partial.glob("CKPT_PROCESS*.1")).name.split(".")[1]
+    (partial / f"CKPT_PROCESS.{token}.2").write_text("")  # as the system leaves it when its process is gone
+    (status, _, errors), _ = finished([first, second])
+    assert status == 4
+    assert "process 3 of 3 ended before its share was written" in errors
+    assert "--resume" in errors
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "2", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": "1"}, Share(2, 4, "a 1")),
+        ({"RANK": "0"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "n"}, Share(1, 2, "n")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Share(1, 2)),
+        (
+            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"},
+            Share(3, 8, "7 0"),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, which is alone
+    ],
+)
+def test_what_launchers_say(environment: dict[str, str], expected: Share | None) -> None:
+    """Rank, number and name of the run by torchrun's, Open MPI's, MPICH's and Slurm's variables."""
+    found = launched_share(environment)
+    assert (found and found[0]) == expected
+
+
+def test_threads_are_shared_on_a_machine() -> None:
+    """The number of processes on this machine, in each launcher's spelling."""
+    assert local_count({"LOCAL_WORLD_SIZE": "8"}) == 8
+    assert local_count({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}) == 4
+    assert local_count({}) == 1
+
+
+@pytest.mark.parametrize("text", ["4/4", "1", "-1/2", "a/b", "1/"])
+def test_shares_that_cannot_be(text: str) -> None:
+    """A number from 0, below how many there are."""
+    with pytest.raises(UsageError, match="expected a process's number from 0"):
+        parse_share(text)
