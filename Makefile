@@ -8,6 +8,7 @@
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
 #   make bench   the measurements
+#   make matrix  each kind of damage to each file of twenty formats, and the finding that says so
 #   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
 #   make clean   remove what the others made
 
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench fuzz test-deepspeed test-megatron clean test-job test-storage
+.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron clean test-job test-storage
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -79,6 +80,9 @@ bench: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.hostile.fuzz $(or $(SEED),1) 10000
+
+matrix: $(INSTALLED)
+	$(BIN)/pytest -m matrix tests/damage
 
 clean:
 	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV) $(VENV)-*

@@ -87,6 +87,12 @@ class DcpHfReader(ResolvedReader):
         paths = manifest.files.paths
         yield from header_findings(paths, read_headers(source, paths))
         yield from _number_findings(paths)
+        if len(manifest.tensors):
+            said = (
+                f"no file records the global shapes of the {len(manifest.tensors):,} tensors: that the last shard is "
+                "here cannot be proven"
+            )
+            yield Finding("unproven-shape", Severity.WARNING, said)
 
 
 def _shard_paths(listing: Listing) -> tuple[str, ...]:
