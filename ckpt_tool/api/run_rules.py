@@ -32,7 +32,7 @@ _MAX_METADATA_NBYTES = 64 << 20
 _MAX_TRACKER_NBYTES = 1024
 _EXAMPLES = 3
 # Readers whose manifest comes from metadata files alone, whatever the number of ranks.
-_READ_FROM_METADATA = frozenset({"accelerate", "bytecheckpoint", "dcp", "megatron-dist"})
+_READ_FROM_METADATA = frozenset({"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "orbax", "torchsnapshot"})
 _PAYLOAD = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|npy)$")
 _UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/)CKPT_UNFINISHED$")
 _TAIL_NBYTES = 64 << 10

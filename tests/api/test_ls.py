@@ -16,6 +16,7 @@ from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import RecordingStore
 from tests.api.runs import ACCELERATE, DEEPSPEED, FIXTURES, HF, TITAN, VERL, copied, titan
+from tests.formats.zoo import CHECKPOINTS
 from tests.reports.made import put
 
 
@@ -173,18 +174,18 @@ def test_verl(tmp_path: Path) -> None:
 
 def test_orbax_numbers(tmp_path: Path) -> None:
     """Folders that are numbers count where they are checkpoints; a folder being written has another name."""
-    files = {
-        "1000/_CHECKPOINT_METADATA": b"{}",
-        "1000/state/manifest.ocdbt": b"x",
-        "2000.orbax-checkpoint-tmp-171/state/manifest.ocdbt": b"x",
-        "logs/7/events": b"x",
-    }
-    found = ls(put(tmp_path, files))
+    step = CHECKPOINTS / "orbax_manager/ckpt/3"
+    copied(step, tmp_path / "1000", tmp_path / "3000", tmp_path / "2000.orbax-checkpoint-tmp-171")
+    (tmp_path / "3000/rest/manifest.ocdbt").unlink()
+    put(tmp_path, {"logs/7/events": b"x"})
+    found = ls(tmp_path)
     assert [(step.path, step.is_complete) for step in found.steps] == [
         ("1000", True),
         ("2000.orbax-checkpoint-tmp-171", False),
+        ("3000", False),
     ]
     assert found.steps[0].format == "orbax"
+    assert "never put together" in found.steps[2].problems[0]
 
 
 def test_accelerate(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Their content goes into a manifest's ``info``. A companion that cannot be read i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,21 @@ _ADAPTER_KEYS = {
     "target_modules": "target_modules", "modules_to_save": "modules_to_save",
 }  # fmt: skip
 
+# transformers.trainer (5.24) and accelerate: what is saved beside the model.
+_TRAINER_STATE = "trainer_state.json"
+_TRAINER_FILES = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        (r"optimizer\.(?:pt|bin)", "the optimizer's state, by number of parameter"),
+        (r"scheduler\.pt", "the learning rate's schedule"),
+        (r"scaler\.pt", "the loss scale"),
+        (r"rng_state(?:_\d+)?\.pth", "random states"),
+        (r"training_args\.bin", "arguments of the run"),
+        (r"pytorch_model_fsdp_\d+/\.metadata", "the model as DCP"),
+        (r"optimizer_\d+/\.metadata", "the optimizer as DCP"),
+    )
+)
+
 # (input embedding, output head) as the families of transformers call them, compared without what is in front.
 _TIED_NAMES = (
     ("embed_tokens.weight", "lm_head.weight"),
@@ -37,7 +53,7 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
 
     ``info["config"]`` is all of ``config.json``, with ``model_type``, ``tie_word_embeddings`` and ``torch_dtype``
     beside it where it has them; ``info["adapter"]`` has ``base_model``, ``peft_type``, ``r``, ``alpha``,
-    ``target_modules`` and ``modules_to_save``.
+    ``target_modules`` and ``modules_to_save``; ``info["step"]`` is that of transformers' Trainer.
     """
     info: dict[str, Any] = {}
     notes: list[str] = []
@@ -51,12 +67,32 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
             "torch_dtype": config.get("torch_dtype") or config.get("dtype"),
         }
         info.update({key: value for key, value in stated.items() if value is not None})
+    info.update(_trainer(source, notes))
     adapter = _read_json(source, "adapter_config.json", notes)
     if adapter is not None:
         info["adapter"] = {ours: adapter.get(theirs) for ours, theirs in _ADAPTER_KEYS.items()}
         base = info["adapter"]["base_model"] or "a base model that it does not name"
         notes.append(f"a PEFT adapter (r={adapter.get('r')}, alpha={adapter.get('lora_alpha')}) on top of {base}")
     return info, notes
+
+
+def _trainer(source: Source, notes: list[str]) -> dict[str, Any]:
+    """What else a folder of transformers' Trainer holds, in a note; its step."""
+    state = _read_json(source, _TRAINER_STATE, notes)
+    if state is None:
+        return {}
+    said = [
+        f"{path} ({what})"
+        for pattern, what in _TRAINER_FILES
+        if (path := next((p for p in source.listing.sizes if pattern.fullmatch(p)), None)) is not None
+    ]
+    step = state.get("global_step")
+    if said:
+        notes.append(
+            f"a folder of transformers' Trainer, of which this is the model; beside it, each to be named by itself: "
+            f"{', '.join(said)}"
+        )
+    return {"step": step} if type(step) is int else {}
 
 
 def _read_json(source: Source, path: str, notes: list[str]) -> dict[str, Any] | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
+
+from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.formats.base import BoxTable, WriteRequest
 from ckpt_tool.formats.safetensors import dcp_hf, index_file, rank_files, rank_writer, single
 from tests.formats.conformance import FIXTURES, Case, ReaderTests, assemble, chunk_bytes, truth_of
@@ -194,3 +199,17 @@ def test_a_long_header_costs_a_second_read() -> None:
     assert len(index_file.READER.read(memory).tensors) == 1001
     reads = sorted((c.path, c.offset) for c in store.calls)
     assert reads == [("a.safetensors", 0), ("a.safetensors", 64 << 10), ("b.safetensors", 0)]
+
+
+def test_a_folder_of_the_trainer(tmp_path: Path) -> None:
+    """The model is read; what the other files are is told, and the step."""
+    folder = shutil.copytree(TORCH / "hf_single/ckpt", tmp_path / "checkpoint-40")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"lr": 0.1}, folder / name)
+    (folder / "trainer_state.json").write_text('{"global_step": 40, "log_history": []}')
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.format == "safetensors"
+        assert checkpoint.manifest.info["step"] == 40
+        note = next(note for note in checkpoint.manifest.notes if "Trainer" in note)
+    assert "optimizer.pt (the optimizer's state, by number of parameter), scheduler.pt" in note
+    assert note.endswith("rng_state.pth (random states), training_args.bin (arguments of the run)")
