@@ -1,0 +1,128 @@
+"""Section E of the collected reports: DeepSpeed, through the command.
+
+Told by a test elsewhere, of which those here are at most the view through the command:
+
+====  ============================================================================================
+R76   formats/deepspeed/test_reports.py (placeholders, frozen parameters with and without fragments)
+R77   formats/deepspeed/test_reports.py (each stage, too few and too many)
+R79   formats/deepspeed/test_reports.py, test_sharding.py, test_affine.py (records of how shards join)
+R80   formats/deepspeed/test_reports.py (what reading weights reads)
+R82   formats/deepspeed/test_reports.py (partitions that are elsewhere)
+R83   formats/deepspeed/test_reports.py (names and dtypes of states)
+====  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from tests.formats.deepspeed.made import FOLDER, numbered, saved, stage2, stage3, states_of, with_latest
+from tests.reports.conftest import FIXTURES, Ckpt
+
+WEIGHTS = {"a": numbered(5, 3), "b": numbered(7, start=100), "c": numbered(2, 2, start=200)}
+GROUPS = (("a", "b"), ("c",))
+LR = {"lr": 1e-3}
+
+
+def put(files: Mapping[str, bytes], folder: Path) -> Path:
+    """A folder with these files and ``latest``."""
+    for path, data in with_latest(files).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return folder
+
+
+def test_r76_a_weight_of_no_elements(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R76: a frozen weight that was saved as [0]: verify names it, and no export leaves it out in silence."""
+    source = put(stage2(WEIGHTS, GROUPS, module={**WEIGHTS, "b": torch.zeros(0)}), tmp_path / "source")
+    checked = ckpt("verify", source)
+    assert checked.status == 1
+    assert "'b': weight data absent (frozen?)" in checked.text
+    refused = ckpt("export", source, tmp_path / "out")
+    assert refused.status == 3, refused.err
+    assert "b: no stored data" in refused.err, refused.err
+    assert not (tmp_path / "out").exists()
+    assert ckpt("export", source, tmp_path / "out.safetensors", "--masters").status == 0  # the optimizer has it
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["b"], states_of(WEIGHTS)["fp32"]["b"])
+
+
+def test_r77_partitions_of_another_length(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R77: in place of "something is wrong": what there is, what was expected, and who runs over."""
+    files = stage2(WEIGHTS, GROUPS)
+    bigger = stage2({**WEIGHTS, "b": numbered(11, start=100)}, GROUPS)
+    name = f"{FOLDER}mp_rank_00_model_states.pt"
+    refused = ckpt("inspect", put({**files, name: bigger[name]}, tmp_path))
+    assert refused.status == 3
+    assert "partitions hold 12, 10 = 22 elements, expected 26 of 2 parameters over 2 ranks" in refused.err
+    assert "'b' runs over" in refused.err
+
+
+def test_r79_no_record_of_how_shards_join(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R79: nothing is guessed: the shards are listed, and both the note and the refusal say which file would tell."""
+    shards = [{"up.weight": numbered(3, 2), "norm.weight": numbered(4)} for _ in range(2)]
+    groups = (tuple(shards[0]),)
+    own = [stage2(shard, groups, world_size=1, mp=mp, mp_world_size=2) for mp, shard in enumerate(shards)]
+    source = put({**own[0], **own[1]}, tmp_path / "source")
+    assert "universal_checkpoint_info.json" in ckpt("inspect", source).text
+    refused = ckpt("reshard", source, tmp_path / "out", "--to", "deepspeed", "--zero-stage", "2")
+    assert (refused.status, "universal_checkpoint_info.json" in refused.err) == (3, True)
+
+
+def test_r80_masters_alone_are_read(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R80: weights of stage 3 need a third of the optimizer's bytes, and only these are read."""
+    source = put(stage3({"a": numbered(300, 301), "b": numbered(5000)}, (("a", "b"),)), tmp_path / "source")
+    planned = ckpt("export", source, tmp_path / "out", "--masters", "--dry-run", "--json").json
+    assert planned["read_nbytes"] == planned["needed_nbytes"] == 4 * (300 * 301 + 5000)
+
+
+def test_r82_half_of_the_partitions(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R82: two of four are on other disks: inspect and verify name them, a conversion refuses."""
+    files = stage2(WEIGHTS, GROUPS, world_size=4)
+    gone = [f"{FOLDER}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 3)]
+    source = put({path: data for path, data in files.items() if path not in gone}, tmp_path / "source")
+    assert f"have 2 of 4 partitions; missing files: {gone[0]}, {gone[1]}" in ckpt("inspect", source).text
+    checked = ckpt("verify", source)
+    assert (checked.status, all(path in checked.text for path in gone)) == (1, True)
+    refused = ckpt("reshard", source, tmp_path / "out", "--to", "deepspeed", "--dp", "2")
+    assert (refused.status, gone[0] in refused.err) == (3, True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_r83_muon_keeps_its_momentum(ckpt: Ckpt, tmp_path: Path, stage: int) -> None:
+    """R83: a state of another name and dtype goes to another number of ranks as it is."""
+    files = dict(stage2(WEIGHTS, GROUPS))
+    for rank in (0, 1):
+        name = f"{FOLDER}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        value: Any = torch.load(io.BytesIO(files[name]), weights_only=True)
+        base = value["optimizer_state_dict"]["base_optimizer_state"]
+        for states in base["state"].values():
+            states["momentum_buffer"] = states.pop("exp_avg").to(torch.bfloat16)
+            del states["exp_avg_sq"]
+        base["param_groups"] = [{**LR, "params": [number]} for number in range(len(GROUPS))]
+        files[name] = saved(value)
+    words = ["--to", "deepspeed", "--zero-stage", str(stage), "--dp", "3"]
+    assert ckpt("reshard", put(files, tmp_path / "source"), tmp_path / "out", *words).status == 0
+    with open_checkpoint(tmp_path / "out") as found:
+        for name, tensor in states_of(WEIGHTS)["exp_avg"].items():
+            view = found[f"optimizer.state.{name}.momentum_buffer"]
+            assert view.dtype.name == "bfloat16"
+            assert torch.equal(view.torch(), tensor.to(torch.bfloat16))
+
+
+def test_a_number_of_ranks_that_deepspeed_refuses(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Its loader says "automatic adjustment is not currently supported": three ranks become two all the same."""
+    source = FIXTURES / "deepspeed/ds_z2_rr/ckpt"
+    done = ckpt("reshard", source, tmp_path / "two", "--to", "deepspeed", "--dp", "2")
+    assert (done.status, "deepspeed, 2 ranks" in done.text) == (0, True)
+    names = sorted(path.name for path in (tmp_path / "two/global_step3").iterdir())
+    ranks = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    assert names == [*ranks, "mp_rank_00_model_states.pt"]
+    assert ckpt("diff", source, tmp_path / "two").status == 0
