@@ -11,6 +11,7 @@ RECOGNISED = {
     "megatron-legacy": "mp_rank_*/model_optim_rng.pt",
     "orbax": "manifest.ocdbt, or _CHECKPOINT_METADATA beside folders of zarr arrays",
     "torchsnapshot": ".snapshot_metadata",
+    "vescale": "folders model and optimizer/pp_<N> that are DCP checkpoints",
     "accelerate": "a folder pytorch_model_fsdp_<N> that is a DCP checkpoint",
     "torch-checkpointing": "metadata.pkl, or <item>_<rank>.pt of several items",
     "dcp": ".metadata (or __<rank>.metadata) beside .distcp files",

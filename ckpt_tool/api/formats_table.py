@@ -236,6 +236,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             written(_TORCH, "torch.load", "deepspeed/test_universal_writer.py"),
         ),
     ),
+    "vescale": ("veScale: a DCP folder for the model, and one per pipeline stage for its optimizer", ()),
     "accelerate": (
         "a folder of accelerate: a checkpoint each for model and optimizer",
         read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),

@@ -7,11 +7,12 @@ with their folder in front. Knows no bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._vescale_names import vescale_names
 from ckpt_tool.formats.base import Checksum, Probe, Reader, Source
 from ckpt_tool.formats.dcp.reader import READER as DCP
 from ckpt_tool.manifest.finding import Finding
@@ -20,7 +21,7 @@ from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
-__all__ = ["ACCELERATE", "Bundle"]
+__all__ = ["ACCELERATE", "VESCALE", "Bundle"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Bundle:
 
     name: str
     folders: tuple[str, ...]
-    """Regular expressions over folder names; the first one must occur."""
+    """Regular expressions over folders, as paths; the first one must occur."""
     reader: Reader
     """Reader of every part."""
+    named: Callable[[str, Manifest], Manifest] | None = None
+    """What a part's entries are called in the whole, given its folder; None as in the part."""
 
     def probe(self, source: Source) -> Probe:
         """Sure when the first kind of folder is there and its reader is sure of it; no request beyond that reader's."""
@@ -48,13 +51,17 @@ class Bundle:
 
     def read(self, source: Source) -> Manifest:
         """The parts, read one after another, as one."""
-        parts = [(folder, self.reader.read(_inside(source, folder))) for folder in self._known(source)]
+        parts = [(folder, self._part(source, folder)) for folder in self._known(source)]
         merged = merge_manifests(parts, format_name=self.name, root=source.listing.url)
         info = {key: value for _, part in reversed(parts) for key, value in part.info.items()}
         info["parts"] = [asdict(bounds) for bounds in bounds_of(parts)]
         mesh = next((part.mesh for _, part in parts if part.mesh is not None), None)
         notes = tuple(f"{folder}: {note}" for folder, part in parts for note in part.notes)
         return merged.replace(info=info, mesh=mesh, notes=notes)
+
+    def _part(self, source: Source, folder: str) -> Manifest:
+        part = self.reader.read(_inside(source, folder))
+        return part if self.named is None else self.named(folder, part)
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         """Each part resolves its own rows."""
@@ -96,7 +103,7 @@ class Bundle:
 
     def _folders(self, source: Source) -> list[str]:
         """Folders of the bundle, those of the first kind first."""
-        names = sorted({path.split("/", 1)[0] for path in source.listing.sizes if "/" in path})
+        names = sorted({path.rpartition("/")[0] for path in source.listing.sizes if "/" in path})
         return [name for pattern in self._patterns for name in names if pattern.fullmatch(name)]
 
     def _known(self, source: Source) -> list[str]:
@@ -124,3 +131,4 @@ def _below(folder: str, where: FileRange) -> FileRange:
 
 # accelerate.utils.fsdp_utils (1.15): save_fsdp_model and save_fsdp_optimizer with SHARDED_STATE_DICT.
 ACCELERATE = Bundle("accelerate", (r"pytorch_model_fsdp_\d+", r"optimizer_\d+"), DCP)
+VESCALE = Bundle("vescale", (r"model", r"optimizer/pp_\d+"), DCP, vescale_names)

@@ -35,6 +35,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ),
     ("ckpt_tool.formats.torchsnapshot.reader", "READER", r"^\.snapshot_metadata$"),
     ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),
+    ("ckpt_tool.formats.bundle", "VESCALE", r"^optimizer/pp_\d+/\.metadata$"),
     ("ckpt_tool.formats.torch_checkpointing.reader", "READER", r"^metadata\.pkl$|^[\w-]+_0\.pt$"),
     ("ckpt_tool.formats.dcp.reader", "READER", r"\.metadata$|\.distcp$"),
     ("ckpt_tool.formats.safetensors.rank_files", "READER", r"rank_\d+\.safetensors$|ckpt_layout\.json$"),

@@ -14,8 +14,8 @@ from ckpt_tool.manifest.tables import SECTIONS, TensorTable
 
 __all__ = ["MASTER_STATES", "module_names", "with_masters"]
 
-MASTER_STATES = frozenset({"fp32", "fp32_param", "master_param", "master", "param"})
-"""What a master is called: by DeepSpeed, by Megatron (with and without the distributed optimizer), by others."""
+MASTER_STATES = frozenset({"fp32", "fp32_param", "master_param", "master", "param", "shard_casted_float16_groups"})
+"""What a master is called: by DeepSpeed, Megatron (with and without the distributed optimizer), others, and veScale."""
 
 _MODULE_KEYS = ("module", "model", "state_dict")
 

@@ -17,11 +17,15 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError, LayoutError, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global, Stub
 from ckpt_tool.formats._pickle.tensors import TensorRef, WrapperRef
+from ckpt_tool.formats._torch_file.ragged import RAGGED, ragged_boxes
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import PlacementSpec, cut_order, interval_boxes, placement_intervals
 from ckpt_tool.manifest.model import MeshInfo
 
 __all__ = ["Piece", "Placed", "held_boxes", "place", "whole"]
+
+
+_REPLICATE: PlacementSpec = ("replicate",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,9 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
     mesh = _attribute(spec, "mesh")
     sizes = _mesh_sizes(mesh)
     coord = _coordinate(mesh, sizes, rank)
-    placements = tuple(_placement(p) for p in _attribute(spec, "placements", ()))
+    raw = _attribute(spec, "placements", ())
+    ragged = [axis for axis, placement in enumerate(raw) if _class_of(placement) in RAGGED]
+    placements = tuple(_REPLICATE if axis in ragged else _placement(p) for axis, p in enumerate(raw))
     if not len(sizes) == len(coord) == len(placements):
         raise FormatError(
             f"a DTensor has {len(placements)} placements and the coordinate {coord} on a mesh of {len(sizes)} axes"
@@ -128,12 +134,38 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
         )
     except LayoutError as error:
         raise FormatError(f"a DTensor of shape {list(node.shape)}: {error.message}") from error
+    if ragged:
+        return _placed_dtensor(node, local, mesh, sizes, _ragged_pieces(boxes, raw, ragged, coord, local))
     if held != local.shape and prod(held) + prod(local.shape) > 0:
         raise FormatError(
             f"a DTensor of shape {list(node.shape)} with {_spelled(placements)} at {coord} of mesh {sizes} holds "
             f"{list(held)}, its local tensor is {list(local.shape)}"
         )
-    pieces = tuple(Piece(box, part, local) for box, part in boxes)
+    return _placed_dtensor(node, local, mesh, sizes, tuple(Piece(box, part, local) for box, part in boxes))
+
+
+def _ragged_pieces(
+    boxes: Sequence[tuple[Box, Box]],
+    raw: Sequence[object],
+    ragged: Sequence[int],
+    coord: Sequence[int],
+    local: TensorRef,
+) -> tuple[Piece, ...]:
+    """Pieces of a rank that holds its share of what the other axes leave it."""
+    if len(ragged) > 1 or len(boxes) > 1:
+        raise Unsupported(f"a DTensor with {len(ragged)} ragged placements of {len(boxes)} boxes; expected one of one")
+    placement = raw[ragged[0]]
+    dims = _lengths(_attribute(placement, "dims"), "dims of a ragged shard")
+    units = _lengths(_attribute(placement, "local_units"), "units of a ragged shard")
+    if not boxes or ragged[0] >= len(coord) or coord[ragged[0]] >= len(units):
+        return ()
+    found = ragged_boxes(boxes[0][0], dims, units, coord[ragged[0]], local)
+    return tuple(Piece(box, Box.whole(box.sizes), own) for box, own in found)
+
+
+def _placed_dtensor(
+    node: WrapperRef, local: TensorRef, mesh: object, sizes: tuple[int, ...], pieces: tuple[Piece, ...]
+) -> Placed:
     names = _attribute(mesh, "_mesh_dim_names") or _attribute(mesh, "mesh_dim_names") or ()
     axes = tuple(map(str, names)) if len(names) == len(sizes) else tuple(f"axis{i}" for i in range(len(sizes)))
     mesh_rank = _attribute(mesh, "_rank")
@@ -211,8 +243,12 @@ def _coordinate(mesh: object, sizes: tuple[int, ...], rank: int | None) -> tuple
     return tuple(reversed(coord))
 
 
+def _class_of(placement: object) -> str:
+    return placement.cls.last if isinstance(placement, Stub) else type(placement).__name__
+
+
 def _placement(placement: object) -> PlacementSpec:
-    name = placement.cls.last if isinstance(placement, Stub) else type(placement).__name__
+    name = _class_of(placement)
     if name == "Replicate":
         return ("replicate",)
     if name in ("Shard", "_StridedShard"):
