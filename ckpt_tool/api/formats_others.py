@@ -31,6 +31,10 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             *_zoo("tensorstore 0.1.86", shards_of_several_pieces="ocdbt_tall", nodes_not_compressed="ocdbt_raw"),
         ),
     ),
+    "nanotron": (
+        "nanotron, parameters and optimizers",
+        _zoo("nanotron's layout, by its source", TP_with_ZeRO_1="nanotron_tp2_dp2", one_rank="nanotron_plain"),
+    ),
     "torchsnapshot": (
         "torchsnapshot",
         _zoo("torchsnapshot 0.1.0", slabs="torchsnapshot_slabs", files="torchsnapshot_files"),

@@ -10,6 +10,7 @@ RECOGNISED = {
     "megatron-zarr": "metadata.json with sharded_backend zarr",
     "megatron-legacy": "mp_rank_*/model_optim_rng.pt",
     "orbax": "manifest.ocdbt, or _CHECKPOINT_METADATA beside folders of zarr arrays",
+    "nanotron": "checkpoint_metadata.json beside model/, here or in the folder that latest.txt names",
     "torchsnapshot": ".snapshot_metadata",
     "vescale": "folders model and optimizer/pp_<N> that are DCP checkpoints",
     "accelerate": "a folder pytorch_model_fsdp_<N> that is a DCP checkpoint",

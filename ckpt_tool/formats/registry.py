@@ -33,6 +33,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
         "READER",
         r"(^|/)manifest\.ocdbt$|^_CHECKPOINT_METADATA$|^_METADATA$|^[^/]+/(\.zarray|zarr\.json)$",
     ),
+    ("ckpt_tool.formats.nanotron.reader", "READER", r"(^|/)checkpoint_metadata\.json$"),
     ("ckpt_tool.formats.torchsnapshot.reader", "READER", r"^\.snapshot_metadata$"),
     ("ckpt_tool.formats.bundle", "ACCELERATE", r"^pytorch_model_fsdp_\d+/"),
     ("ckpt_tool.formats.bundle", "VESCALE", r"^optimizer/pp_\d+/\.metadata$"),

@@ -91,9 +91,10 @@ def _payload_offsets(source: Source, path: str, read: Read, members: Sequence[Zi
 
 
 def plain_zips(manifest: Manifest) -> list[FileEntry]:
-    """Files of the manifest that are zips, by what the reader noted; decoded parts and legacy streams are not."""
+    """Files of the manifest that are zips, by what the reader noted: no decoded parts, legacy streams, safetensors."""
     legacy = frozenset(manifest.info.get("legacy_files", ()))
-    return [entry for entry in manifest.files if entry.codec is None and entry.path not in legacy]
+    plain = [entry for entry in manifest.files if entry.codec is None and entry.path not in legacy]
+    return [entry for entry in plain if not entry.path.endswith(".safetensors")]
 
 
 def storage_records(source: Source, path: str) -> list[StorageRecord]:

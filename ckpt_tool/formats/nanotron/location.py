@@ -1,0 +1,89 @@
+"""Which files of a folder are nanotron's, by their names: a run with its tracker, or one step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt_tool.formats.base import Source
+
+__all__ = ["METADATA", "ModelFile", "OptimizerFile", "model_file", "optimizer_file", "step_folder"]
+
+METADATA = "checkpoint_metadata.json"
+_TRACKER = "latest.txt"
+_MAX_TRACKER_NBYTES = 64
+_RANKS = r"_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-\d+(?:_exp-rank-(?P<exp>\d+)-of-\d+)?"
+_MODEL = re.compile(rf"model/(?P<module>.+)/model_(?P<leaf>[^/]+?)(?:{_RANKS})?\.safetensors")
+_OPTIMIZER = re.compile(
+    r"optimizer/optimizer_pp-(?P<pp>\d+)-of-(?P<n_pp>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<n_dp>\d+))?"
+    r"_tp-(?P<tp>\d+)-of-(?P<n_tp>\d+)(?:_exp-(?P<exp>\d+)-of-\d+)?\.pt"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One parameter, or one rank's part of it."""
+
+    path: str
+    name: str
+    ranks: tuple[int, int, int] | None
+    """Pipeline, tensor and expert rank; None for a parameter that all ranks have."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFile:
+    """The optimizer's state of one rank."""
+
+    path: str
+    pp: int
+    dp: int | None
+    """None where data-parallel ranks hold the same."""
+    tp: int
+    exp: int
+    n_dp: int
+    n_tp: int
+
+
+def model_file(path: str) -> ModelFile | None:
+    """What a path says, None when it is no parameter's.
+
+    >>> found = model_file("model/model/norm/pp_block/model_weight.safetensors")
+    >>> found.name, found.ranks
+    ('model.norm.pp_block.weight', None)
+    """
+    match = _MODEL.fullmatch(path)
+    if match is None:
+        return None
+    ranks = None if match["tp"] is None else (int(match["pp"]), int(match["tp"]), int(match["exp"] or 0))
+    return ModelFile(path, f"{match['module'].replace('/', '.')}.{match['leaf']}", ranks)
+
+
+def optimizer_file(path: str) -> OptimizerFile | None:
+    """What a path says, None when it is no optimizer's."""
+    match = _OPTIMIZER.fullmatch(path)
+    if match is None:
+        return None
+    dp = None if match["dp"] is None else int(match["dp"])
+    numbers = (int(match["tp"]), int(match["exp"] or 0), int(match["n_dp"] or 1), int(match["n_tp"]))
+    return OptimizerFile(path, int(match["pp"]), dp, *numbers)
+
+
+def step_folder(source: Source) -> str | None:
+    """The folder of the step: ``""`` for the root itself, else the one that the tracker names; None for another format.
+
+    One small request where there is a tracker.
+    """
+    sizes = source.listing.sizes
+    if source.listing.entry is not None:
+        return None
+    if METADATA in sizes and _has_model(sizes, ""):
+        return ""
+    if not 0 < sizes.get(_TRACKER, 0) <= _MAX_TRACKER_NBYTES:
+        return None
+    step = source.read_whole(_TRACKER).decode(errors="replace").strip()
+    return step if step.isdecimal() and f"{step}/{METADATA}" in sizes and _has_model(sizes, f"{step}/") else None
+
+
+def _has_model(paths: Iterable[str], prefix: str) -> bool:
+    return any(path.startswith(f"{prefix}model/") and path.endswith(".safetensors") for path in paths)
