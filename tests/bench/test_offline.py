@@ -24,6 +24,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 DCP_TO_TORCH = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
 
 
+WITHOUT_ISAL = "import sys; sys.modules['isal'] = None; from ckpt_tool.cli.app import main; sys.exit(main())"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source checkpoint in ``source``."""
@@ -104,6 +107,8 @@ def test_verify_speed(folder: Path) -> None:
     rows = [
         Row("cat all files", ["sh", "-c", f"ls {source}/*.distcp | xargs -P 2 -n 2 cat > /dev/null"]),
         Row("ckpt verify --full", [*CKPT, "verify", source, "--full"]),
+        Row("ckpt verify --full, zlib", [sys.executable, "-c", WITHOUT_ISAL, "verify", source, "--full"]),
+        Row("ckpt verify --write-manifest", [*CKPT, "verify", source, "--write-manifest", str(folder / "m.json")]),
     ]
     report(f"verify: {GIGABYTES} GB", interleaved(rows, n_rounds=ROUNDS), peer="cat all files")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ckpt_tool.formats._dcp.item_kinds import ItemKinds
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._dcp.objects import ZSTD_KIND
-from ckpt_tool.formats._zip.directory import payload_offset, read_directory
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -31,11 +31,12 @@ def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum]:
     """
     tensors, objects = _items(manifest)
     places = [where for where in (*tensors, *objects) if where.end <= source.listing.sizes.get(where.path, -1)]
+    kinds = ItemKinds()
     for where, head, tail in _edges(source, places):
         if head[:2] != b"PK":
             continue
         fqn = tensors.get(where)
-        for name, checksum in _item_checksums(source, where, head, tail):
+        for name, checksum in _item_checksums(source, where, head, tail, kinds):
             if fqn is None:
                 yield Checksum(checksum.where, checksum.crc32, objects[where])
             else:
@@ -123,7 +124,9 @@ def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRa
             yield places[row], head, tail
 
 
-def _item_checksums(source: Source, where: FileRange, head: bytes, tail: bytes) -> Iterator[tuple[str, Checksum]]:
+def _item_checksums(
+    source: Source, where: FileRange, head: bytes, tail: bytes, kinds: ItemKinds
+) -> Iterator[tuple[str, Checksum]]:
     """Checksums of ``data.pkl`` and ``data/*`` of one item, with the members' names."""
 
     def read(offset: int, length: int) -> bytes:
@@ -135,9 +138,5 @@ def _item_checksums(source: Source, where: FileRange, head: bytes, tail: bytes) 
         return source.store.read(where.path, where.offset + offset, length)
 
     place = f"{where.path}:{where.offset}"
-    directory = read_directory(read, where.length, where=place, tail_nbytes=len(tail))
-    for full_name, member in directory.members.items():
-        name = full_name.removeprefix(directory.root)
-        if (name == "data.pkl" or name.startswith("data/")) and member.crc32 and member.is_stored:
-            start = payload_offset(read, member, where=place)
-            yield name, Checksum(FileRange(where.path, where.offset + start, member.nbytes), member.crc32)
+    for name, start, nbytes, crc in kinds.sums(read, where.length, head, tail, where=place):
+        yield name, Checksum(FileRange(where.path, where.offset + start, nbytes), crc)
