@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt_tool.api import checkpoint
 from ckpt_tool.api.reshard import reshard
-from ckpt_tool.engine import run as engine_run
+from ckpt_tool.engine import moving
 from ckpt_tool.errors import CkptError, TargetExists
 from ckpt_tool.storage.hdfs import place as hdfs_place
 from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
@@ -37,7 +37,7 @@ MARKER = "CKPT_UNFINISHED"
 def make_small() -> None:
     """Many units, journal lines and parts in few bytes."""
     vars(checkpoint)["_TILE_BYTES"] = vars(checkpoint)["_UNIT_BYTES"] = 32 << 10
-    vars(engine_run)["_JOURNAL_BYTES"] = 128 << 10
+    vars(moving)["_JOURNAL_BYTES"] = 128 << 10
     vars(hdfs_place)["PART_LIMITS"] = PartLimits(1 << 20, 1 << 20, 10_000, multiple=1 << 20)
     vars(place)["PART_LIMITS"] = PartLimits(PART_BYTES, PART_BYTES, 10_000)
 
