@@ -169,11 +169,12 @@ class _Loading:
             known = None
             if failure is None and key is not None:
                 known, failure = _attempt(lambda: self._known(key, shared))
-            has_values = live is not None and bool(live.slots or live.finish)
-            row = [has_values, known.fingerprint if known is not None else 0]
+            has_values = live is not None and bool(live.slots)
+            has_more = live is not None and bool(live.finish)
+            row = [has_values, has_more, known.fingerprint if known is not None else 0]
             heard = self._group.gather_row(row, failure)
             any_values = bool(heard[:, 0].any())
-            is_replayed = known is not None and bool((heard[:, 1] == known.fingerprint).all())
+            is_replayed = known is not None and bool((heard[:, 2] == known.fingerprint).all())
             if known is None or not is_replayed:
                 known = self._plan(live, shared, hosts, with_values=any_values)
                 if key is not None:
@@ -185,7 +186,7 @@ class _Loading:
             if self._store is not None:
                 self._store.close()
         target = known.target
-        n_values, missing = self._set_values(known.blobs, live) if any_values else (0, [])
+        n_values, missing = self._set_values(known.blobs, live) if heard[:, :2].any() else (0, [])
         missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
         return LoadReport(
             exchange=known.choice.exchange, why=known.choice.why, n_tensors=sum(row >= 0 for row in target.match.rows),

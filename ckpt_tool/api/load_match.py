@@ -38,6 +38,8 @@ class Expected:
     path: KeyPath
     shape: tuple[int, ...]
     dtype: DType
+    may_differ: bool = False
+    """Whether its shape may be another one, of as many dimensions."""
 
     @property
     def fqn(self) -> str:
@@ -99,7 +101,7 @@ def match_tensors(
         if row < 0:
             continue
         shape, dtype = tuple(padded[: tensors.ndim[row]]), tensors.dtypes[row]
-        if shape != each.shape:
+        if shape != each.shape and not (each.may_differ and len(shape) == len(each.shape)):
             problems.append(Problem("shape", each.fqn, f"expected {list(each.shape)}, got {list(shape)}"))
         if dtype != each.dtype and not (cast and dtype.numpy is not None and each.dtype.numpy is not None):
             problems.append(Problem("dtype", each.fqn, f"expected {each.dtype.name}, got {dtype.name}"))
@@ -173,6 +175,14 @@ class SavedValues:
             if name not in self._by_name or blob.rank == rank:
                 self._by_name[name] = blob
 
+    @cached_property
+    def _by_module(self) -> dict[str, Blob]:
+        """By the name without a trainer's outer key, where only one object has it."""
+        blobs = list(self._by_name.values())
+        names = module_names([blob.path or (blob.fqn,) for blob in blobs])
+        counts = Counter(names)
+        return {name: blob for name, blob in zip(names, blobs, strict=True) if counts[name] == 1}
+
     def find(self, path: KeyPath) -> tuple[bool, Any]:
         """``(found, value)``: the object of that name, or the place for it inside an object above.
 
@@ -183,7 +193,8 @@ class SavedValues:
             blob = self._by_name.get(".".join(keys[:depth]))
             if blob is not None:
                 return _inside(blob.value, keys[depth:])
-        return False, None
+        blob = self._by_module.get(".".join(keys))
+        return (False, None) if blob is None else (True, blob.value)
 
 
 def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:

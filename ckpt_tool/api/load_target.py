@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_tool.api.load_match import Expected, Match, NameMap, Problem, match_tensors
 from ckpt_tool.engine.landing import Landing, box_rows
-from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 
@@ -27,7 +27,8 @@ class Target:
 
     match: Match
     places: tuple[tuple[int, int, int, Box], ...]
-    """(leaf, part of it, row of the checkpoint's tensors, box) of what is to be filled."""
+    """(leaf, part of it, row of the checkpoint's tensors, box) of what is to be filled; the box is the part's, or the
+    start of it where the saved tensor is shorter."""
     rows: IntArray
     """`box_rows` of ``places``, and of the tensors of which this rank holds nothing."""
     filled_nbytes: int
@@ -42,9 +43,13 @@ class Target:
 
         leaves = live.leaves
         return {
-            number: Landing(row, box, leaves[leaf].dtype, memory_of(leaves[leaf].parts[part].view))
+            number: Landing(row, box, leaves[leaf].dtype, memory_of(_start(leaves[leaf].parts[part].view, box)))
             for number, (leaf, part, row, box) in enumerate(self.places)
         }
+
+
+def _start(view: Any, box: Box) -> Any:
+    return view if tuple(view.shape) == box.sizes else view[tuple(slice(size) for size in box.sizes)]
 
 
 def state_key(live: LiveState) -> StateKey:
@@ -62,7 +67,7 @@ def state_key(live: LiveState) -> StateKey:
 
 def matched(live: LiveState, manifest: Manifest, names: NameMap | None, *, cast: bool) -> Match:
     """The checkpoint's row of each tensor of the state."""
-    expected = [Expected(leaf.path, leaf.shape, leaf.dtype) for leaf in live.leaves]
+    expected = [Expected(leaf.path, leaf.shape, leaf.dtype, leaf.may_differ) for leaf in live.leaves]
     return match_tensors(manifest, expected, names=names, cast=cast)
 
 
@@ -75,10 +80,12 @@ def target_of(live: LiveState, manifest: Manifest, match: Match) -> Target:
     for number, (leaf, row) in enumerate(zip(live.leaves, match.rows, strict=True)):
         if row < 0 or (bad and leaf.fqn in bad):
             continue
+        saved = Box.whole(manifest.tensors.shape_of(row)) if leaf.may_differ else None
         for position, part in enumerate(leaf.parts):
-            if part.box.volume:
-                places.append((number, position, row, part.box))
-                filled += leaf.dtype.nbytes(part.box.volume)
+            box = part.box if saved is None else intersect(part.box, saved)
+            if box is not None and box.volume:
+                places.append((number, position, row, box))
+                filled += leaf.dtype.nbytes(box.volume)
     present = sorted({row for row in match.rows if row >= 0})  # also those of which this rank holds nothing
     empty = np.zeros((len(present), 1 + 2 * width), dtype=np.int64)
     empty[:, 0] = present

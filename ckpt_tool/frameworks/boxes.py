@@ -6,19 +6,21 @@ memory of the tensor that the framework holds, so that writing into the view cha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.dtypes import dtype as dtype_named
-from ckpt_tool.errors import Unsupported
-from ckpt_tool.frameworks import dtensor, sharded_tensor
+from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.frameworks import dtensor, megatron, sharded_tensor
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 
-__all__ = ["Leaf", "Part", "tensor_leaf"]
+__all__ = ["Leaf", "Part", "megatron_leaf", "tensor_leaf"]
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -42,7 +44,9 @@ class Leaf:
     shape: tuple[int, ...]
     """Global shape."""
     parts: tuple[Part, ...]
-    """Disjoint boxes held here; none on a rank outside of the tensor's mesh."""
+    """Boxes held here; none on a rank outside of the tensor's mesh."""
+    may_differ: bool = False
+    """Whether the saved tensor may be longer or shorter, of which what both have is loaded (a padded vocabulary)."""
 
     @property
     def fqn(self) -> str:
@@ -81,6 +85,26 @@ def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | No
     else:
         return None
     return Leaf(path, _dtype_of(kind), shape, tuple([Part(box, _plain(view, where)) for box, view in held]))
+
+
+def megatron_leaf(values: Sequence[Any]) -> Leaf:
+    """One tensor of a Megatron state: all that the wrappers of one key hold of it. Costs no copy.
+
+    Raises:
+        Unsupported: as `tensor_leaf`, or a wrapper without a tensor.
+        LayoutError: the wrappers of the key do not agree.
+    """
+    first = values[0]
+    shape, kind, key = tuple(first.global_shape), first.dtype, str(first.key)
+    for value in values[1:]:
+        if (tuple(value.global_shape), value.dtype) != (shape, kind):
+            raise LayoutError(
+                f"two parts of this tensor do not agree: {kind} {list(shape)}, and {value.dtype} "
+                f"{list(value.global_shape)}",
+                where=key,
+            )
+    parts = [Part(box, _plain(view, key)) for value in values for box, view in megatron.parts_of(value)]
+    return Leaf((key,), _dtype_of(kind), shape, tuple(parts), bool(getattr(first, "allow_shape_mismatch", False)))
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.frameworks.boxes import Leaf, tensor_leaf
+from ckpt_tool.frameworks import megatron
+from ckpt_tool.frameworks.boxes import Leaf, megatron_leaf, tensor_leaf
 from ckpt_tool.frameworks.dtensor import Known
 from ckpt_tool.manifest.model import KeyPath
 
@@ -50,6 +51,8 @@ class _Walk:
     slots: list[Slot] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     known: Known = field(default_factory=dict)
+    sharded: dict[str, list[Any]] = field(default_factory=dict)
+    """Megatron's wrappers of each key."""
 
     def visit(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
         leaf = tensor_leaf(path, value, self.known)
@@ -57,6 +60,8 @@ class _Walk:
             self.leaves.append(leaf)
         elif isinstance(value, torch.nn.Module):  # its state dict shares the parameters' memory
             self.visit(path, value.state_dict(), set_value)
+        elif megatron.is_wrapper(value):
+            self._visit_megatron(path, value, set_value)
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             held = value.state_dict()
             self.visit(path, held, set_value)
@@ -70,12 +75,28 @@ class _Walk:
         else:
             self.slots.append(Slot(path, value, set_value))
 
+    def _visit_megatron(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
+        """A wrapper is replaced by what it wraps, once that is filled; as Megatron's own loading does."""
+        if megatron.is_factory(value):
+            built = [value.build()]
+            self.visit(path, built[0], lambda new: built.__setitem__(0, new))
+            self.finish.append(lambda: set_value(megatron.factory_result(value, built[0])))
+        elif megatron.is_object(value):
+            found: list[Any] = []
+            self.slots.append(Slot((value.unique_key,), value.data, found.append))
+            self.finish.append(lambda: set_value(found[0] if found else value.data))
+        else:
+            if megatron.is_tensor(value):
+                self.sharded.setdefault(str(value.key), []).append(value)
+            self.finish.append(lambda: set_value(megatron.unwrapped(value)))
+
 
 def walk_state(state: Any) -> LiveState:
     """Tensors and other values of ``state``, in its order; no copy and no communication.
 
     Lists without tensors or dicts in them (``betas``, lists of numbers) are one value. A module stands for its state
-    dict, any other object with ``state_dict`` and ``load_state_dict`` for what it hands out.
+    dict, any other object with ``state_dict`` and ``load_state_dict`` for what it hands out. Megatron's wrappers are
+    replaced by what they wrap, when ``finish`` is called.
 
     Raises:
         UsageError: the state is no dict, list, module or stateful object, or two of its tensors have one name.
@@ -88,6 +109,7 @@ def walk_state(state: Any) -> LiveState:
     walk = _Walk()
     with torch.no_grad():
         walk.visit((), state, refuse)
+        walk.leaves += [megatron_leaf(values) for values in walk.sharded.values()]
     if any(not slot.path for slot in walk.slots) or any(not leaf.path for leaf in walk.leaves):
         raise UsageError(f"expected a state dict, got {type(state).__name__}")
     seen: set[str] = set()
@@ -101,6 +123,7 @@ def walk_state(state: Any) -> LiveState:
 def _has_structure(values: Any) -> bool:
     return any(
         isinstance(each, (torch.Tensor, MutableMapping))
+        or megatron.is_wrapper(each)
         or (isinstance(each, (MutableSequence, tuple)) and _has_structure(each))
         for each in values
     )
