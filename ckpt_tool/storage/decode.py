@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DecodedStore", "decoded_blocks", "open_files"]
 
+_READ_THROUGH_BYTES = 32 << 20
+"""Contents that were read through are kept up to here, for who looks twice."""
 _MAX_CONTAINER_BYTES = 64 << 20
 """A container of slices that is kept decoded, because others may lie in it; longer ones are decoded for each."""
 
@@ -151,29 +153,15 @@ class DecodedStore:
         content = self._contents.get(path)
         if content is None:
             return self._inner.read(path, offset, length)
-        self._measure(content)
-        self._check_range(content, offset, length)
-        while True:
-            self._make_ready(content)
-            with self._lock:
-                if not content.is_ready:  # let go of by another thread in between
-                    continue
-                content.read_nbytes += length
-                data = content.data
-                if data is None:
-                    spool = self._spool.opened()
-                    spool.seek(content.spool_offset + offset)
-                    return spool.read(length)
-            return bytes(memoryview(data)[offset : offset + length])
+        return bytes(self._decoded(content, offset, length))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``path`` at ``offset``; as ``read``."""
-        if path not in self._contents:
+        content = self._contents.get(path)
+        if content is None:
             self._inner.read_into(path, offset, buffer)
-            return
-        data = self.read(path, offset, buffer.nbytes)
-        if data:
-            buffer.cast("B")[:] = data
+        elif buffer.nbytes:
+            buffer.cast("B")[:] = self._decoded(content, offset, buffer.nbytes)
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """The bytes of each range, in order."""
@@ -191,6 +179,40 @@ class DecodedStore:
             self._container = None
         self._contents.clear()
         self._inner.close()
+
+    def _decoded(self, content: _Content, offset: int, length: int) -> bytes | memoryview:
+        """Bytes of a decoded file, which is decoded first where it is not."""
+        self._measure(content)
+        self._check_range(content, offset, length)
+        while True:
+            self._make_ready(content)
+            with self._lock:
+                if not content.is_ready:  # let go of by another thread in between
+                    continue
+                content.read_nbytes += length
+                data = content.data
+                if data is not None:
+                    if content.is_read_through:
+                        self._trim()
+                    return memoryview(data)[offset : offset + length]
+                spool = self._spool.opened()
+                spool.seek(content.spool_offset + offset)
+                return spool.read(length)
+
+    def _trim(self) -> None:
+        """Let go of the oldest contents that were read through, but for a few: a plan reads each of them once."""
+        through = [other for other in self._kept if other.is_read_through and other.data is not None]
+        excess = sum(other.nbytes for other in through) - _READ_THROUGH_BYTES
+        for other in through:
+            if excess <= 0:
+                break
+            excess -= other.nbytes
+            self._let_go(other)
+
+    def _let_go(self, content: _Content) -> None:
+        del self._kept[content]
+        self._give_back(content.nbytes, content.spool_offset)
+        content.data, content.spool_offset = None, -1
 
     def _checked(self, entry: FileEntry) -> FileRange:
         where = join_url(self.url, entry.path)
@@ -265,9 +287,7 @@ class DecodedStore:
         """Whether memory has room for so many bytes, once contents that were read through are let go."""
         if nbytes > self._free_bytes:
             for other in [other for other in self._kept if other.is_read_through]:
-                del self._kept[other]
-                self._give_back(other.nbytes, other.spool_offset)
-                other.data, other.spool_offset = None, -1
+                self._let_go(other)
                 if nbytes <= self._free_bytes:
                     break
         return nbytes <= self._free_bytes

@@ -54,7 +54,8 @@ class FlaxReader(ResolvedReader):
             _walked(source, paths[0])
         except CkptError as error:
             return Probe(0.0, f"{paths[0]}: {error.message}")
-        return Probe(0.8, f"{paths[0]} is one map of MessagePack")
+        # in a folder, arrays of zarr beside it (old Orbax) are more than this file
+        return Probe(0.55 if source.listing.entry is None else 0.8, f"{paths[0]} is one map of MessagePack")
 
     def read(self, source: Source) -> Manifest:
         """The manifest.

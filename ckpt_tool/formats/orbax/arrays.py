@@ -88,8 +88,8 @@ class Array:
         return index if all(i < n for i, n in zip(index, self.grid, strict=True)) else None
 
 
-def parse_array(text: bytes, where: str) -> Array:
-    """The array that a ``.zarray`` or ``zarr.json`` describes.
+def parse_array(text: bytes, where: str) -> Array | None:
+    """The array that a ``.zarray`` or ``zarr.json`` describes; None for a group.
 
     Raises:
         FormatError: it describes none.
@@ -97,6 +97,8 @@ def parse_array(text: bytes, where: str) -> Array:
     """
     try:
         fields = json.loads(text)
+        if fields.get("node_type") == "group":
+            return None
         found = _version3(fields, where) if fields.get("zarr_format") == 3 else _version2(fields, where)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         if isinstance(error, FormatError):

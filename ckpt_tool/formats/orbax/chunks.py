@@ -72,7 +72,9 @@ def arrays_of(source: Source, values: Mapping[str, Value]) -> list[Stored]:
     texts = {name: data for (name, _, _), data in zip(far, read, strict=True)}
     arrays = {}
     for name, (key, value) in sorted(described.items()):
-        arrays[name] = parse_array(value.data if isinstance(value, Inline) else texts[name], key)
+        array = parse_array(value.data if isinstance(value, Inline) else texts[name], key)
+        if array is not None:
+            arrays[name] = array
     chunks: dict[str, dict[tuple[int, ...], Value]] = {name: {} for name in arrays}
     for key, value in values.items():
         owner = _owner(key, arrays)

@@ -28,6 +28,7 @@ _STEP = "_CHECKPOINT_METADATA"
 _DOCUMENT = "metadata"
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": []}
 _DATABASE = re.compile(r"(?:^|/)(?:d|ocdbt_data|ocdbt_meta)/[^/]+$|(?:^|/)manifest\.ocdbt$")
+_VALUES = "checkpoint"  # before 0.4 Orbax kept the tree and what is no array in a file of Flax's
 _MANY_FILES = 100_000
 _MAX_PROCESSES_READ = 64
 
@@ -196,7 +197,11 @@ def _unknown_tree_note(source: Source, folder: str, tree: Tree) -> list[str]:
     if tree.leaves:
         return []
     where = folder or source.listing.url
-    return [f"{where} has no _METADATA: names are those of the arrays, and which dots part keys is not known"]
+    notes = [f"{where} has no _METADATA: names are those of the arrays, and which dots part keys is not known"]
+    values = f"{folder}/{_VALUES}" if folder else _VALUES
+    if values in source.listing:
+        notes.append(f"{values} holds the tree and its small values, in MessagePack: name it to read them")
+    return notes
 
 
 def _step_info(source: Source) -> dict[str, Any]:

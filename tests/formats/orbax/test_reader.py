@@ -214,3 +214,20 @@ def test_codings_that_are_not_known(fields: dict[str, Any], message: str) -> Non
     """They are named."""
     with pytest.raises(Unsupported, match=message):
         READER.read(source_of(edited(described(**fields))))
+
+
+def test_arrays_without_a_tree(tmp_path: Path) -> None:
+    """Folders of arrays alone: names are theirs, groups are none, and a file of small values is told of."""
+    step = copied("orbax_files", tmp_path) / "3"
+    for path in ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json"):
+        (step / path).unlink()
+    (step / "checkpoint").write_bytes(b"\x81\xa4step\x03")
+    (step / "group").mkdir()
+    (step / "group/zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    with open_checkpoint(step) as checkpoint:
+        assert checkpoint.format == "orbax"
+        assert set(checkpoint) == set(as_bytes(CHECKPOINTS / "orbax_files/ckpt/3"))
+        assert checkpoint.manifest.tensor("params.layers.1.scale").path == ("params.layers.1.scale",)
+        assert "checkpoint holds the tree and its small values" in checkpoint.manifest.notes[1]
+    with open_checkpoint(step / "checkpoint") as values:
+        assert values.objects() == {"step": 3}
