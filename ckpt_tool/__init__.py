@@ -15,6 +15,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     "Checkpoint": ("ckpt_tool.api.checkpoint", "Checkpoint"),
     "TensorView": ("ckpt_tool.api.checkpoint", "TensorView"),
     "cat": ("ckpt_tool.api.cat", "cat"),
+    "clean": ("ckpt_tool.api.clean", "clean"),
     "diff": ("ckpt_tool.api.diff", "diff"),
     "digests": ("ckpt_tool.api.digest", "digests"),
     "export": ("ckpt_tool.api.export", "export"),

@@ -125,7 +125,7 @@ class Saver:
         """How a save ended."""
         client = self._running()
         if hurry:
-            client.hurry()
+            client.hurry(number)
         return client.verdict(number, timeout_s)
 
     def has_ended(self, number: int) -> bool:
@@ -205,7 +205,7 @@ class Saver:
         for handle in self._handles:
             handle.wait_staged()
         if not self._running().await_arena(number, 0.0):
-            self._running().hurry()
+            self._running().hurry(self._number)
             if not self._running().await_arena(number, timeout_s):
                 raise StorageError(f"the save before the last one is still being written after {timeout_s:,.0f} s")
 

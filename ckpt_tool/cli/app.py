@@ -26,7 +26,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-COMMANDS = ("inspect", "ls", "verify", "diff", "reshard", "export", "edit", "cat", "plan", "formats")
+COMMANDS = ("inspect", "ls", "verify", "diff", "reshard", "export", "edit", "cat", "plan", "clean", "formats")
 """In the order in which help lists them: the function ``inspect`` of the module ``ckpt_tool.cli.inspect`` ..."""
 
 

@@ -79,10 +79,10 @@ class WriterClient:
         self._awaited[command.number] = command.arena
         self._send(command.to_message())
 
-    def hurry(self) -> None:
-        """Somebody waits."""
+    def hurry(self, number: int) -> None:
+        """Somebody waits for a save."""
         with suppress(StorageError):
-            self._send(Message("hurry"))
+            self._send(Message("hurry", {"save": number}))
 
     def look(self) -> None:
         """Take up what the process has said, without waiting."""

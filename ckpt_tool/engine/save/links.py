@@ -89,6 +89,11 @@ class Links:
             self._lost.append(child)
             self._queued.setdefault(child, []).append(message)
 
+    def send_down_all(self, message: Message) -> None:
+        """To every child."""
+        for child in self.place.children:
+            self.send_down(child, message)
+
     def take_lost(self) -> list[int]:
         """Children whose link was found broken when something was sent to them, each told once."""
         lost, self._lost = self._lost, []

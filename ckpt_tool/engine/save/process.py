@@ -34,8 +34,8 @@ from ckpt_tool.formats.base import RankLayOut
 
 __all__ = ["WriterProcess", "main"]
 
-_GRACE_S = 10.0
-"""How much longer than the ranks below it the root waits, and they for its verdict."""
+_ROOT_S = 1.0  # how much longer than the ranks below it, which know better who is late, the root waits
+_GRACE_S = 10.0  # how long a verdict is awaited after a failure, and a process in the place of one that has ended
 _IDLE_S = 3600.0
 
 
@@ -49,6 +49,8 @@ class _Save:
     deadline: float
     failure: dict[str, Any] | None = None
     """What this rank has told of; the verdict is awaited until ``deadline``."""
+    is_patient: bool = False
+    """This rank and those below have done all; the time is up, and the root's word on it is awaited."""
     is_writing: bool = False
     """A job of this save reads the arena, or has read it."""
     operations: list[list[Any]] = field(default_factory=list)
@@ -74,7 +76,7 @@ class WriterProcess:
         self._early: dict[int, list[tuple[int, Report]]] = {}
         self._verdicts: dict[int, Message] = {}
         self._lost: dict[int, float] = {}
-        self._last = -1
+        self._last = self._urgent = -1
         links.selector.register(control, selectors.EVENT_READ, ("control", None))
         links.selector.register(self._jobs, selectors.EVENT_READ, ("jobs", None))
 
@@ -117,8 +119,10 @@ class WriterProcess:
                 self._structures[structure.key] = structure
             elif message.kind == "save":
                 self._waiting.append(SaveCommand.from_message(message))
-            elif message.kind == "hurry" and self._save is not None:
-                self._save.work.hurry()
+            elif message.kind == "hurry":
+                self._urgent = max(self._urgent, int(message.fields["save"]))
+                if self._save is not None and self._save.command.number <= self._urgent:
+                    self._save.work.hurry()
 
     def _begin(self) -> None:
         if self._save is not None or not self._waiting:
@@ -129,9 +133,11 @@ class WriterProcess:
             command,
             Round([self._place.rank, *self._place.children]),
             Work(command, self._place.rank, self._token(number), self._arenas.get(command.arena), self._layouts),
-            time.monotonic() + command.timeout_s + (_GRACE_S / 2 if self._is_root else 0.0),
+            time.monotonic() + command.timeout_s + (_ROOT_S if self._is_root else 0.0),
         )
         self._save = save
+        if number <= self._urgent:
+            save.work.hurry()
         verdict = self._verdicts.pop(number, None)
         if verdict is not None:
             self._pass_on(verdict)
@@ -308,8 +314,7 @@ class WriterProcess:
             self._layouts.clear()
         number = save.command.number
         message = Message("verdict", {"save": number, "error": error, "forget": forget})
-        for child in self._place.children:
-            self._links.send_down(child, message)
+        self._links.send_down_all(message)
         fields = {
             "save": number, "error": error, "forget": forget, "operations": save.operations,
             "payload_nbytes": save.payload_nbytes, "nbytes": save.nbytes,
@@ -346,6 +351,10 @@ class WriterProcess:
             self._end(save, save.failure or described(told))
             return
         waiting = save.round.waiting
+        if not waiting and not self._is_root and not save.is_patient:
+            save.is_patient = True  # the root knows better than this rank what is missing
+            save.deadline += 2 * _GRACE_S
+            return
         if self._place.rank in waiting:
             text = f"not written within {save.command.timeout_s:,.0f} s"
         elif waiting:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 __all__ = ["FAN_OUT", "Tree", "control_tree"]
 
-FAN_OUT = 16
+FAN_OUT = 8
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,128 @@
+"""A save that fails raises on every rank, once, with the rank and the cause; what was saved before stays as it was."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import ckpt_tool
+from tests.job import save_faults
+
+pytestmark = pytest.mark.dist
+
+SIZE = save_faults.SIZE
+SOON_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a job raised."""
+    folder = tmp_path_factory.mktemp("faults")
+    mp.spawn(save_faults.faults, (SIZE, str(folder / "rendezvous"), str(folder / "run")), nprocs=SIZE)
+    return [json.loads((folder / f"run.{rank}.json").read_text(encoding="utf-8")) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("disk full", "StorageError", "rank 1 of 3: no room: the file needs"),
+        ("shapes", "LayoutError", "w: rank 0 has float32[2], rank 2 float32[3]"),
+        ("places", "LayoutError", "ranks save to different places: rank 0 to"),
+        ("kept", "TargetExists", "is there already"),
+        ("slow", "StorageError", "no word from rank 1 within 2 s"),
+        ("writer killed", "StorageError", "rank 2 of 3"),
+    ],
+)
+def test_raised_on_every_rank(told: list[dict[str, Any]], fault: str, kind: str, words: str) -> None:
+    """Every rank raises the same, soon, and the next save works."""
+    for rank in told:
+        assert rank[fault]["kind"] == kind
+        assert words in rank[fault]["text"]
+        assert rank[fault]["seconds"] < SOON_S
+        assert rank[f"after {fault}"]["kind"] is None
+
+
+def test_a_state_that_cannot_be_saved(told: list[dict[str, Any]]) -> None:
+    """The rank that has it raises in `save`, the others when they wait."""
+    texts = [rank["no memory"]["text"] for rank in told]
+    assert "w: a meta tensor has no memory" in texts[2]
+    assert all("w: rank 2 of 3: a meta tensor has no memory" in text for text in texts[:2])
+    assert {rank["no memory"]["kind"] for rank in told} == {"Unsupported"}
+    assert {rank["after no memory"]["kind"] for rank in told} == {None}
+
+
+def test_saves_do_not_overtake(told: list[dict[str, Any]]) -> None:
+    """With two saves under way a third one waits, and gives up in its time; the two end in their order."""
+    for rank in told:
+        assert rank["pending"] == [False, False]
+        assert rank["third"]["kind"] == "StorageError"
+        assert "before the last one is still being written" in rank["third"]["text"]
+        assert rank["first is done"]
+
+
+def test_nothing_is_left(told: list[dict[str, Any]]) -> None:
+    """Failed saves leave no folder behind once all processes have given up."""
+    assert told[0]["steps"] == ["step-1", "step-5", "step-6"]
+
+
+def started(job: Callable[[int, int, str, str], None], folder: Path) -> list[int | None]:
+    """Exit codes of the processes of a job."""
+    context = multiprocessing.get_context("spawn")
+    args = (SIZE, str(folder / "rendezvous"), str(folder / "run"))
+    processes = [context.Process(target=job, args=(rank, *args)) for rank in range(SIZE)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+    return [process.exitcode for process in processes]
+
+
+def loaded(url: Path) -> float:
+    """The one value of a saved state."""
+    state = {"w": torch.zeros(300, 400), "value": 0.0}
+    ckpt_tool.load(state, url)
+    assert isinstance(state["w"], torch.Tensor)
+    values = state["w"].unique().tolist()
+    assert values == [state["value"]]
+    return float(values[0])
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """The others raise soon, and say which; the checkpoint before is whole, and nothing else is one."""
+    assert started(save_faults.lost_rank, tmp_path) == [0, 0, -9]
+    for rank in range(SIZE - 1):
+        told = json.loads((tmp_path / f"run.{rank}.json").read_text(encoding="utf-8"))
+        assert told["kind"] == "StorageError"
+        assert "rank 2 of 3 has gone" in told["text"]
+        assert told["seconds"] < SOON_S
+    assert [step.path for step in ckpt_tool.ls(tmp_path / "run").steps if step.is_complete] == ["step-1"]
+    assert loaded(tmp_path / "run/step-1") == 1.0
+
+
+def test_a_job_that_dies(tmp_path: Path) -> None:
+    """What it leaves is listed as incomplete; `clean` removes it when told to, and so does the next save there."""
+    run = tmp_path / "run"
+    assert started(save_faults.lost_job, tmp_path) == [-9, -9, -9]
+    (left,) = [step for step in ckpt_tool.ls(run).steps if not step.is_complete]
+    assert left.step == 2
+    assert left.path.startswith("step-2.")
+    assert left.path.endswith(".partial")
+    assert loaded(run / "step-1") == 1.0
+    found = ckpt_tool.clean(run)
+    assert ([entry.path for entry in found.leftovers], found.removed) == ([left.path], False)
+    copy = run / left.path.replace("step-2", "step-9")
+    os.rename(run / left.path, copy)
+    assert ckpt_tool.clean(run, dry_run=False).removed
+    assert not copy.exists()
+    os.makedirs(run / left.path)
+    ckpt_tool.save({"w": torch.full((300, 400), 4.0), "value": 4.0}, run / "step-2", async_=False)
+    assert sorted(os.listdir(run)) == ["step-1", "step-2"]
+    assert loaded(run / "step-2") == 4.0
