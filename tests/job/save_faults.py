@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt_tool
 from ckpt_tool.api.saver import saver_of
 from tests.job.save_jobs import mesh_of
-from tests.job.workers import _joined as joined
+from tests.job.workers import joined
 
 SIZE = 3
 TIMEOUT_S = 30.0
