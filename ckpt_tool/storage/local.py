@@ -10,10 +10,11 @@ import errno
 import io
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from ckpt_tool.errors import FormatError, NotFound, StorageError, UsageError
+from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.handles import Handles
@@ -30,6 +31,9 @@ MAX_OPEN_FILES = 128
 MAX_DEPTH = 8
 """Folders below the root that a listing enters; the deepest known format (orbax OCDBT) needs four."""
 MAX_FILES = 2_000_000
+# A server of a network file system that starts anew, or a file replaced there, fails reads of handles from before.
+_PASSING = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN})
+_PAUSES_S = (0.1, 1.0)
 _CHECK_FIRST_BYTES = 1 << 20
 """Longer reads are compared with the file's size before memory is allocated for them."""
 
@@ -68,15 +72,17 @@ class LocalStore:
         """``length`` bytes of ``path`` from ``offset``: one request."""
         where = join_url(self.url, path)
         _check_range(offset, length, where)
-        try:
-            with self._handles.borrow(path) as handle:
-                if length > _CHECK_FIRST_BYTES:
-                    available = max(os.fstat(handle.file.fileno()).st_size - offset, 0)
-                    if available < length:
-                        raise _too_short(where, offset, length, available)
-                data = handle.read_at(offset, length)
-        except OSError as error:
-            raise _failure(error, where) from error
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                with self._handles.borrow(path) as handle:
+                    if length > _CHECK_FIRST_BYTES:
+                        available = max(os.fstat(handle.file.fileno()).st_size - offset, 0)
+                        if available < length:
+                            raise _too_short(where, offset, length, available)
+                    data = handle.read_at(offset, length)
+                break
+            except OSError as error:
+                self._recover(error, path, where, pause_s)
         if len(data) != length:
             raise _too_short(where, offset, length, len(data))
         return data
@@ -86,11 +92,13 @@ class LocalStore:
         where = join_url(self.url, path)
         view = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         _check_range(offset, len(view), where)
-        try:
-            with self._handles.borrow(path) as handle:
-                n = handle.read_into_at(offset, view)
-        except OSError as error:
-            raise _failure(error, where) from error
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                with self._handles.borrow(path) as handle:
+                    n = handle.read_into_at(offset, view)
+                break
+            except OSError as error:
+                self._recover(error, path, where, pause_s)
         if n != len(view):
             raise _too_short(where, offset, len(view), n)
 
@@ -136,6 +144,13 @@ class LocalStore:
             kind = "folder" if stat.S_ISDIR(mode) else "pipe, socket or device"
             raise FormatError(f"expected a file, got a {kind}", where=where)
         return real
+
+    def _recover(self, error: OSError, path: str, where: str, pause_s: float | None) -> None:
+        """Return when a read may be tried again, with the file opened anew; else raise ``error`` as one of ours."""
+        if pause_s is None or error.errno not in _PASSING or isinstance(error, CkptError):
+            raise _failure(error, where) from error
+        self._handles.forget(path)
+        time.sleep(pause_s)
 
     def _open(self, path: str) -> io.FileIO:
         return io.FileIO(self.real_path(path), "rb")

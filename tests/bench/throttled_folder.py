@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-import mfusepy  # type: ignore[import-not-found]
+import mfusepy
 
 
 class Throttled(mfusepy.Operations):  # type: ignore[misc]
