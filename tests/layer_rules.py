@@ -44,6 +44,7 @@ CONFINED: Mapping[str, tuple[str, ...]] = {
     "rich": ("cli",),
     "fsspec": ("storage",),
     "botocore": ("storage.s3",),
+    "obstore": ("storage.s3",),
     "hdfs_native": ("storage.hdfs",),
 }
 

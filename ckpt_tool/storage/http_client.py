@@ -109,18 +109,12 @@ class HttpClient:
             http.client.HTTPException: an answer that is not HTTP.
         """
         connection = self._borrow()
-        was_used = connection.sock is not None
         try:
-            try:
-                answer = self._exchange(connection, method, target, headers, body)
-            except (ConnectionError, http.client.BadStatusLine):
-                if not was_used:
-                    raise
-                connection.close()  # the server has let go of an idle connection
-                answer = self._exchange(connection, method, target, headers, body)
+            answer = self._exchange(connection, method, target, headers, body)
             data = self._body(answer, into)
         except BaseException:
             connection.close()
+            self.close()  # idle ones may be as dead as this one, and the next attempt wants one that is not
             raise
         if answer.will_close:
             connection.close()

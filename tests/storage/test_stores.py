@@ -83,7 +83,9 @@ class TestFsspecStore(StoreTests):
 
 
 class TestS3Store(StoreTests):
-    """Objects of a bucket."""
+    """Objects of a bucket, under a key that only the own client spells right."""
+
+    folder = "a//b c"
 
     @pytest.fixture
     def store(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
@@ -91,11 +93,28 @@ class TestS3Store(StoreTests):
         with s3_server() as (endpoint, bucket):
             for name, value in s3_environment(endpoint).items():
                 monkeypatch.setenv(name, value)
-            bucket.objects |= {f"a//b c/{path}": data for path, data in FILES.items()}
-            bucket.objects["a//b c/"] = bucket.objects["a//b cd"] = b"no file of this folder"
-            store = S3Store(f"s3://{BUCKET}/a//b c")
+            bucket.objects |= {f"{self.folder}/{path}": data for path, data in FILES.items()}
+            bucket.objects[f"{self.folder}/"] = bucket.objects[f"{self.folder}d"] = b"no file of this folder"
+            store = S3Store(f"s3://{BUCKET}/{self.folder}")
+            store.listing()
             yield store
             store.close()
+
+
+class TestS3StoreByObstore(TestS3Store):
+    """The same through the faster client."""
+
+    folder = "a/b"
+
+
+class TestS3StoreWithoutObstore(TestS3Store):
+    """The same where that is not installed."""
+
+    folder = "a/b"
+
+    @pytest.fixture(autouse=True)
+    def _missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "obstore", None)
 
 
 class TestHdfsStore(StoreTests):

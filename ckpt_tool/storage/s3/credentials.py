@@ -86,11 +86,15 @@ class SettingsSource:
         Raises:
             StorageError: nobody grants any.
         """
+        return self.granted()[0]
+
+    def granted(self) -> tuple[Credentials, float | None]:
+        """What to sign with now, and when it ends in seconds since 1970, None for never; raises as ``credentials``."""
         with self._lock:
             granted = self._granted
             if granted is None or (granted.ends is not None and granted.ends - time.time() < _RENEWED_BEFORE_S):
                 granted = self._granted = self._find()
-            return granted.credentials
+            return granted.credentials, granted.ends
 
     def _find(self) -> _Granted:
         places: tuple[Callable[[], _Granted | None], ...] = (
@@ -154,7 +158,7 @@ def _of_profile(profile: Mapping[str, str]) -> _Granted | None:
         from botocore.session import Session
     except ImportError as error:
         raise UsageError(
-            f"the profile's {wanted} needs botocore", where="~/.aws/config", hint='pip install "ckpt-tool[s3]"'
+            f"the profile's {wanted} needs botocore", where="~/.aws/config", hint='pip install "ckpt-tool[sso]"'
         ) from error
     try:
         found = Session().get_credentials().get_frozen_credentials()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
@@ -14,6 +14,9 @@ from ckpt_tool.storage.store import REMOTE_COST, Listing
 from ckpt_tool.storage.urls import check_path, join_url, split_url
 
 __all__ = ["S3Store", "open_s3"]
+
+_RANGES_AT_ONCE = 128
+"""Of one call, which has ten requests under way."""
 
 
 class S3Store:
@@ -80,7 +83,48 @@ class S3Store:
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""
-        return fetch_all(lambda r: self.read(r.path, r.offset, r.length), ranges, concurrency=self.cost.concurrency)
+        for r in ranges:
+            self._place(r.path, r.offset, r.length)
+        if not self._client.reads_many:
+            return fetch_all(self._one, ranges, concurrency=self.cost.concurrency)
+        found: dict[int, bytes] = {}
+        batches = list(self._batches(ranges))
+        answers = fetch_all(lambda rows: self._batch(ranges, rows), batches, concurrency=self.cost.concurrency)
+        for rows, answer in zip(batches, answers, strict=True):
+            found |= zip(rows, answer, strict=True)
+        return [found[number] for number in range(len(ranges))]
+
+    def _batches(self, ranges: Sequence[FileRange]) -> Iterator[list[int]]:
+        """Numbers of ranges of one object that are fetched together: neither too many nor too long for one call."""
+        batches: dict[str, list[int]] = {}
+        nbytes = dict.fromkeys((r.path for r in ranges), 0)
+        for number, r in enumerate(ranges):
+            batch = batches.setdefault(r.path, [])
+            if batch and (len(batch) >= _RANGES_AT_ONCE or nbytes[r.path] + r.length > self.cost.max_read_bytes):
+                yield batch
+                batch = batches[r.path] = []
+                nbytes[r.path] = 0
+            batch.append(number)
+            nbytes[r.path] += r.length
+        yield from batches.values()
+
+    def _batch(self, ranges: Sequence[FileRange], rows: Sequence[int]) -> list[bytes]:
+        """Some ranges of one object, together if they lie within it, so that what is wrong with one can be told."""
+        path = ranges[rows[0]].path
+        known = self._listing.sizes.get(path) if self._listing is not None else None
+        if (
+            len(rows) > 1
+            and known is not None
+            and all(0 < ranges[row].length <= known - ranges[row].offset for row in rows)
+        ):
+            starts, lengths = [ranges[row].offset for row in rows], [ranges[row].length for row in rows]
+            found = self._client.read_many(self._prefix + path, starts, lengths)
+            if found is not None:
+                return found
+        return [self._one(ranges[row]) for row in rows]
+
+    def _one(self, r: FileRange) -> bytes:
+        return self.read(r.path, r.offset, r.length)
 
     def close(self) -> None:
         """Close connections; further reads fail."""
