@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -134,80 +135,84 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
-    selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
-    manifest, blobs = selection.manifest, checkpoint.load_blobs()
-    dropped, notes = selection.dropped, [*selection.notes]
-    options = WriterOptions(
-        vpp=vpp,
-        first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers,
-        zero_stage=zero_stage,
-        model_dtype=None if dtype is None else dtype_named(dtype),
-        sidecar=sidecar,
-    )
-    if isinstance(writer, ArrangingWriter):
-        manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
-        manifest = writer.arranged(manifest, blobs, _sizes(target_mesh), options)
-    elif isinstance(writer, PlacingWriter):
-        from ckpt_tool.api.megatron_source import MegatronOptions, as_megatron
+    with ExitStack() as opened:
+        opened.push(checkpoint)
+        selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
+        manifest, blobs = selection.manifest, checkpoint.load_blobs()
+        dropped, notes = selection.dropped, [*selection.notes]
+        options = WriterOptions(
+            vpp=vpp,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+            zero_stage=zero_stage,
+            model_dtype=None if dtype is None else dtype_named(dtype),
+            sidecar=sidecar,
+        )
+        if isinstance(writer, ArrangingWriter):
+            manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
+            manifest = writer.arranged(manifest, blobs, _sizes(target_mesh), options)
+        elif isinstance(writer, PlacingWriter):
+            from ckpt_tool.api.megatron_source import MegatronOptions, as_megatron
 
-        said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
-        taken = as_megatron(
-            checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1), is_live=writer.per_rank
+            said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
+            taken = as_megatron(
+                checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1), is_live=writer.per_rank
+            )
+            manifest, blobs = taken.manifest, taken.blobs
+            dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
+        carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
+        if optim_style is not None:
+            carried, restyled = _restyled(carried, optim_style)
+            notes += restyled
+            if isinstance(writer, StyledWriter):
+                manifest, blobs = writer.restyled(carried.manifest, carried.blobs, optim_style)
+                carried = replace(carried, manifest=manifest, blobs=blobs)
+        manifest = carried.manifest
+        tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
+        if isinstance(writer, PlacingWriter):
+            boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
+        elif target_mesh.world_size == 1:
+            boxes = whole_boxes(tensors)
+        else:
+            needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
+            rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
+            placed = place(
+                tensors.fqns,
+                [tensors.shape_of(row) for row in range(len(tensors))],
+                target_mesh,
+                rule_set,
+                dp_mode=dp_mode,
+                default=default,
+                stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
+                numbered=_numbered_parameters(manifest),
+            )
+            notes += [*evidence, *placed.notes] if needs_rules else placed.notes
+            policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
+            boxes = _stored_boxes(placed, tensors, target_mesh, policy)
+        conversion = build_conversion(
+            checkpoint,
+            manifest,
+            target,
+            writer=writer,
+            tensors=tensors,
+            boxes=boxes,
+            mesh=target_mesh,
+            blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
+            dropped=(*dropped, *carried.dropped),
+            notes=notes,
+            options=options,
+            execution=Execution(
+                memory_budget_bytes,
+                n_workers or default_workers(),
+                overwrite,
+                resume,
+                durable,
+                manifest_url_for(target, digest),
+                share,
+            ),
         )
-        manifest, blobs = taken.manifest, taken.blobs
-        dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
-    carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
-    if optim_style is not None:
-        carried, restyled = _restyled(carried, optim_style)
-        notes += restyled
-        if isinstance(writer, StyledWriter):
-            manifest, blobs = writer.restyled(carried.manifest, carried.blobs, optim_style)
-            carried = replace(carried, manifest=manifest, blobs=blobs)
-    manifest = carried.manifest
-    tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
-    if isinstance(writer, PlacingWriter):
-        boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
-    elif target_mesh.world_size == 1:
-        boxes = whole_boxes(tensors)
-    else:
-        needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
-        rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
-        placed = place(
-            tensors.fqns,
-            [tensors.shape_of(row) for row in range(len(tensors))],
-            target_mesh,
-            rule_set,
-            dp_mode=dp_mode,
-            default=default,
-            stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
-            numbered=_numbered_parameters(manifest),
-        )
-        notes += [*evidence, *placed.notes] if needs_rules else placed.notes
-        policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
-        boxes = _stored_boxes(placed, tensors, target_mesh, policy)
-    return build_conversion(
-        checkpoint,
-        manifest,
-        target,
-        writer=writer,
-        tensors=tensors,
-        boxes=boxes,
-        mesh=target_mesh,
-        blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
-        dropped=(*dropped, *carried.dropped),
-        notes=notes,
-        options=options,
-        execution=Execution(
-            memory_budget_bytes,
-            n_workers or default_workers(),
-            overwrite,
-            resume,
-            durable,
-            manifest_url_for(target, digest),
-            share,
-        ),
-    )
+        opened.pop_all()  # it stays open for the run
+        return conversion
 
 
 def reshard(

@@ -14,7 +14,7 @@ import numpy as np
 from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.errors import CkptError, CoverageError, Unsupported
-from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.geometry.columns import Int64Array, distinct
 from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.digest import ContentDigest, Part, content_digest, linear_forms, wide_sums
@@ -128,7 +128,7 @@ def _tiles(manifest: Manifest, rows: Sequence[int], limits: PlanLimits) -> Tiles
     nbytes = (np.prod(cut.sizes, axis=1, dtype=np.int64) * bits[cut.key] + 7) // 8
     unit = np.cumsum(nbytes) // max(limits.unit_bytes, 1)
     bounds = np.concatenate([[0], np.flatnonzero(np.diff(unit)) + 1, [len(nbytes)]]).astype(np.int64)
-    return Tiles(chosen[cut.key], cut.offsets, cut.sizes, nbytes, np.unique(bounds))
+    return Tiles(chosen[cut.key], cut.offsets, cut.sizes, nbytes, distinct(bounds))
 
 
 def _places(manifest: Manifest) -> Int64Array:

@@ -15,6 +15,7 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._torch_file.archive import predicted_offset, storage_members, zip_directory
 from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read, ZipMember, local_payload_offset
 from ckpt_tool.formats.base import Checksum, Source
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.runs import merge_runs
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
@@ -43,12 +44,12 @@ def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         FormatError: a local header is not the directory's, or no storage is where a chunk should be.
     """
     chunks = manifest.chunks
-    wanted = np.unique(np.asarray(rows, dtype=np.int64))
+    wanted = distinct(np.asarray(rows, dtype=np.int64))
     wanted = wanted[(chunks.flags[wanted] & ChunkFlag.UNRESOLVED) != 0]
     if not len(wanted):
         return chunks
     offset, flags = chunks.offset.copy(), chunks.flags.copy()
-    files = np.unique(chunks.file[wanted]).tolist()
+    files = distinct(chunks.file[wanted]).tolist()
     paths = [manifest.files.paths[file] for file in files]
     opened = fetch_all(lambda path: zip_directory(source, path), paths, concurrency=source.store.cost.concurrency)
     for file, path, (directory, read) in zip(files, paths, opened, strict=True):

@@ -6,7 +6,7 @@ Only what ``torch.load(weights_only=True)`` reads comes from here; objects that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
 from ckpt_tool.formats.base import Segment
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
-from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.manifest.tables import IntArray, TensorTable
 
 __all__ = ["Storage", "WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
@@ -163,6 +163,10 @@ class WrittenFile:
         members = torch_members(dump_pickle(value), [storage.nbytes for storage in storages], known=known)
         return cls(path, ZipLayout(members), tuple(storages))
 
+    def again(self, path: str, storages: Sequence[Storage]) -> WrittenFile:
+        """The same object in another file, filled by other rows; ``storages`` are as long as its own."""
+        return replace(self, path=path, storages=tuple(storages))
+
     @property
     def payload_offsets(self) -> list[int]:
         """Where the payload of each storage starts."""
@@ -172,6 +176,16 @@ class WrittenFile:
         """Each row of the request that is in the file, and the byte at which it begins."""
         for storage, offset in zip(self.storages, self.payload_offsets, strict=True):
             yield from ((row, offset + start) for row, start in zip(storage.rows, storage.starts, strict=True))
+
+    def placed_rows(self) -> tuple[IntArray, IntArray]:
+        """`places` as columns: ``(rows int64[n], bytes int64[n])``."""
+        rows = [np.array(storage.rows, dtype=np.int64) for storage in self.storages]
+        starts = [
+            np.array(storage.starts, dtype=np.int64) + offset
+            for storage, offset in zip(self.storages, self.payload_offsets, strict=True)
+        ]
+        nothing = np.zeros(0, dtype=np.int64)
+        return np.concatenate([nothing, *rows]), np.concatenate([nothing, *starts])
 
     def heads(self) -> Iterator[Segment]:
         """Bytes that do not depend on payload."""

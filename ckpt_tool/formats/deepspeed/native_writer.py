@@ -17,6 +17,7 @@ from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._torch_file.written import check_dtypes
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.names import LATEST
+from ckpt_tool.formats.deepspeed.target_facts import step_of
 from ckpt_tool.formats.deepspeed.target_files import TargetFiles
 from ckpt_tool.formats.deepspeed.target_parts import TargetParts
 from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
@@ -130,16 +131,15 @@ class DeepSpeedWriter:
         """
         check_dtypes(request.tensors)
         parts = TargetParts.of(request.tensors, request.blobs, request.info, world_size=request.world_size)
-        step = request.info.get("step")
-        tag = str(request.info.get("tag") or f"global_step{step if type(step) is int else 0}")
+        tag = str(request.info.get("tag") or f"global_step{step_of(parts.state, request.info) or 0}")
         if tag.endswith("_universal"):
             tag = tag.removesuffix("_universal")
         files = list(TargetFiles(parts, request, f"{tag}/").files())
         n = len(request.boxes)
         file, offset = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
         for number, one in enumerate(files):
-            for row, start in one.places():
-                file[row], offset[row] = number, start
+            rows, starts = one.placed_rows()
+            file[rows], offset[rows] = number, starts
         homeless = np.flatnonzero(offset < 0)
         if len(homeless):
             fqn = request.tensors.fqns[int(request.boxes.tensor[homeless[0]])]

@@ -10,7 +10,7 @@ from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats.deepspeed.target_state import TargetState
 from ckpt_tool.manifest.model import KeyPath
 
-__all__ = ["UNIVERSAL_INFO", "UNIVERSAL_VERSION", "WRITTEN_VERSION", "config_of", "model_facts", "sizes"]
+__all__ = ["UNIVERSAL_INFO", "UNIVERSAL_VERSION", "WRITTEN_VERSION", "config_of", "model_facts", "sizes", "step_of"]
 
 UNIVERSAL_INFO = "universal_checkpoint_info"
 UNIVERSAL_VERSION = 0.4
@@ -38,12 +38,12 @@ def model_facts(
     entries = [*state.model, *tensors]
     values = nest(entries, int_keyed=info.get("int_keyed_dicts", ())) if entries else {}
     shared = info.get("shared", {})
-    step = info.get("step")
+    step = step_of(state, info)
     return {
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
-        "global_steps": step if type(step) is int else 0,
+        "global_steps": step or 0,
         "skipped_steps": 0,
         "ds_config": {},
         "ds_version": info.get("deepspeed_version", WRITTEN_VERSION),
@@ -58,6 +58,12 @@ def model_facts(
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
     }
+
+
+def step_of(state: TargetState, info: Mapping[str, Any]) -> int | None:
+    """The source's step, or else its optimizer's."""
+    known = info.get("step")
+    return known if type(known) is int else state.step
 
 
 def sizes(shapes: Mapping[str, tuple[int, ...]]) -> OrderedMap:

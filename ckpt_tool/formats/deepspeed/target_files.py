@@ -65,6 +65,7 @@ class TargetFiles:
         self._folder = folder
         boxes = request.boxes
         self._position = parts.positions(boxes)
+        self._first: dict[str, WrittenFile] = {}
         if parts.is_elastic and parts.is_stage3:
             raise Unsupported(
                 "an elastic checkpoint has no hyperparameters, without which stage 3 does not load",
@@ -126,7 +127,15 @@ class TargetFiles:
             UNIVERSAL_INFO: {"universal_checkpoint_version": UNIVERSAL_VERSION},
         }
         name = f"{f'zero_pp_rank_{rank}_' if parts.is_stage3 else ''}mp_rank_00_model_states.pt"
-        return WrittenFile.packed(self._folder + name, root, contents.storages)
+        return self._written("model", self._folder + name, root, contents)
+
+    def _written(self, kind: str, path: str, root: Any, contents: _Contents) -> WrittenFile:
+        """A file; at stage 3 all ranks' have one object, which is pickled once."""
+        first = self._first.get(kind)
+        if first is not None and self._parts.is_stage3:
+            return first.again(path, contents.storages)
+        self._first[kind] = WrittenFile.packed(path, root, contents.storages)
+        return self._first[kind]
 
     def _placeholder(self, contents: _Contents) -> TensorRef:
         """A weight whose elements are elsewhere."""
@@ -175,7 +184,7 @@ class TargetFiles:
         root = {"optimizer_state_dict": own, "ds_config": dict(parts.config), "ds_version": version}
         prefix = "bf16_" if parts.is_bf16 else ""
         path = f"{self._folder}{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        return WrittenFile.packed(path, root, contents.storages)
+        return self._written("optimizer", path, root, contents)
 
     def _vector(self, contents: _Contents, vector: TargetVector, state: str, rank: int, length: int) -> TensorRef:
         return self._filled(contents, [own.states[state] for own in vector.parameters], rank, (length,))
@@ -184,7 +193,7 @@ class TargetFiles:
         """A tensor of ``shape`` around all boxes that a rank has of ``tensors``."""
         request = self._request
         dtype = request.tensors.dtypes[tensors[0]]
-        rows = np.concatenate([self._rows_of(rank, tensor) for tensor in tensors])
+        rows = self._rows_of(rank, tensors)
         starts = self._position[rows] * dtype.itemsize
         lengths = np.prod(request.boxes.sizes[rows], axis=1, dtype=np.int64) * dtype.itemsize
         nbytes = dtype.nbytes(int(np.prod(shape, dtype=np.int64)))
@@ -193,10 +202,13 @@ class TargetFiles:
         storage = Storage(nbytes, tuple(rows.tolist()), tuple(starts.tolist()), tuple(lengths.tolist()))
         return contents.tensor(dtype, shape, storage)
 
-    def _rows_of(self, rank: int, tensor: int) -> Int64Array:
-        key = rank * len(self._request.tensors) + tensor
-        first, last = np.searchsorted(self._key, [key, key + 1])
-        return self._order[first:last].astype(np.int64)
+    def _rows_of(self, rank: int, tensors: Sequence[int]) -> Int64Array:
+        """Rows of the request's boxes that a rank has of ``tensors``, one tensor behind the other."""
+        keys = rank * len(self._request.tensors) + np.array(tensors, dtype=np.int64)
+        first, last = np.searchsorted(self._key, keys), np.searchsorted(self._key, keys + 1)
+        counts = last - first
+        at = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        return self._order[at].astype(np.int64)
 
     def _values(self, vector: TargetVector) -> dict[str, Any]:
         """States that all parameters of a vector share."""

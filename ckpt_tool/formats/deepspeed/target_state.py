@@ -64,6 +64,12 @@ class TargetState:
     """All other objects; of several ranks' the first."""
 
     @property
+    def step(self) -> int | None:
+        """The step of all parameters, None where they have none or differ."""
+        steps = {int(own.values[STEP]) if STEP in own.values else None for own in self.parameters.values()}
+        return steps.pop() if len(steps) == 1 else None
+
+    @property
     def groups_name(self) -> str:
         """Below which fqn the source has the optimizer's groups."""
         return ".".join(map(str, (*self.prefix, "param_groups")))

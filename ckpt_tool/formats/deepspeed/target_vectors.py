@@ -138,7 +138,11 @@ def target_vectors(state: TargetState, tensors: TensorTable, config: ZeroConfig)
     listed = {parameter.name for vector in found for parameter in vector.parameters}
     apart = [name for name, own in state.parameters.items() if name not in listed and 0 not in own.shape]
     if apart:
-        raise LayoutError(f"{len(apart):,} parameters have state, but are in no group of the optimizer", where=apart[0])
+        raise LayoutError(
+            f"{len(apart):,} parameters have state, but are in no group of the optimizer, as far as the source says",
+            where=apart[0],
+            hint="DeepSpeed flattens them by group; write the weights alone, or the state as dcp",
+        )
     for vector in found:
         _check_states(vector, tensors)
     return found

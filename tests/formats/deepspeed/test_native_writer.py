@@ -177,7 +177,7 @@ def test_fp32_weights_of_fsdp_become_masters(tmp_path: Path) -> None:
         for state in ("exp_avg", "exp_avg_sq", "step"):
             assert after[f"optimizer.state.{weight}.{state}"] == before[f"optim.state.{weight}.{state}"]
     assert after["module.buf_scalar"] == before["model.buf_scalar"]
-    assert (tmp_path / "ds/global_step0/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").exists()
+    assert (tmp_path / "ds/global_step3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -203,3 +203,28 @@ def test_refusals(name: str, options: dict[str, Any], error: type[CkptError], ma
     with pytest.raises(error, match=match):
         reshard(FIXTURES / name / "ckpt", tmp_path / "target", to="deepspeed", durable=False, **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_through_dcp_and_back(tmp_path: Path) -> None:
+    """What DCP carries is enough: groups, masters, moments; the step is the optimizer's where no other is told."""
+    source = DEEPSPEED / "ds_z2_rr/ckpt"
+    reshard(source, tmp_path / "dcp", dp=2, default="replicate", durable=False)
+    reshard(tmp_path / "dcp", tmp_path / "back", to="deepspeed", zero_stage=2, dp=5, durable=False)
+    assert content(tmp_path / "back") == content(source)
+    assert (tmp_path / "back/latest").read_text("utf-8") == "global_step3"
+
+
+def test_steps_that_differ(tmp_path: Path) -> None:
+    """DeepSpeed has one step for a vector: parameters that began at different times cannot share one."""
+    state = {"model": {"a": torch.ones(3), "b": torch.ones(2)}, "optimizer": {
+        "state": {name: {"exp_avg": torch.ones(size), "step": torch.tensor(step)}
+                  for name, size, step in (("a", 3, 4.0), ("b", 2, 5.0))},
+        "param_groups": [{"lr": 0.1, "params": ["a", "b"]}],
+    }}  # fmt: skip
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(LayoutError, match=r"step is 5\.0, that of 'a' is 4\.0"):
+        reshard(tmp_path / "state.pt", tmp_path / "target", to="deepspeed", zero_stage=2, durable=False)
+    del state["optimizer"]["state"]["b"]
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(LayoutError, match="1 parameters of group 0 have no state"):
+        reshard(tmp_path / "state.pt", tmp_path / "target", to="deepspeed", zero_stage=2, durable=False)
