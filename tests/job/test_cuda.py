@@ -1,0 +1,108 @@
+"""Loading into the memory of a GPU, alone and with NCCL; one GPU and one rank suffice (``make test-cuda``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import ckpt_tool
+from ckpt_tool.engine.distributed_group import Group
+
+pytestmark = pytest.mark.cuda
+
+TRUTH = {
+    "f32": torch.arange(48.0).reshape(6, 8),
+    "bf16": torch.arange(12.0).to(torch.bfloat16),
+    "i64": torch.arange(5),
+    "bool": torch.tensor([True, False, True]),
+    "c64": torch.complex(torch.arange(3.0), torch.ones(3)),
+    "f8": torch.arange(4.0).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(2.5),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """One tensor of each kind."""
+    torch.save(TRUTH, tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "rendezvous"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Bytes of the elements."""
+    found: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def test_every_type(saved: Path) -> None:
+    """Bits arrive in device memory, whatever they mean."""
+    state = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in TRUTH.items()}
+    ckpt_tool.load(state, saved)
+    assert {name: bits(tensor) for name, tensor in state.items()} == {name: bits(each) for name, each in TRUTH.items()}
+
+
+def test_memory_of_any_strides(saved: Path) -> None:
+    """A transposed view with gaps is filled in place, what lies between is not touched, and a cast is one."""
+    base = torch.full((8, 12), -1.0, device="cuda")
+    half = torch.zeros(6, 8, dtype=torch.float16, device="cuda")
+    ckpt_tool.load({"f32": base[:, ::2].t()}, saved, strict=False)
+    ckpt_tool.load({"f32": half}, saved, strict=False, cast=True)
+    assert base[:, ::2].t().cpu().equal(TRUTH["f32"])
+    assert base[:, 1::2].eq(-1).all()
+    assert half.cpu().equal(TRUTH["f32"].half())
+
+
+def test_small_buffers(tmp_path: Path) -> None:
+    """A tensor far larger than the budget passes through buffers of it."""
+    whole = torch.randn(256, 1024)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    state = {"w": torch.zeros(256, 1024, device="cuda")}
+    ckpt_tool.load(state, tmp_path / "model.safetensors", memory_budget_bytes=64 << 10)
+    assert state["w"].cpu().equal(whole)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_collectives_of_nccl() -> None:
+    """What ranks tell each other goes through device memory, and comes back as it was."""
+    group = Group(timeout_s=60)
+    assert group.device.type == "cuda"
+    assert group._all_gather(torch.arange(4).numpy()).tolist() == [0, 1, 2, 3]
+    sent, received = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    group.all_to_all(received, sent, [16], [16])
+    assert received.equal(sent)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_sharded_model(tmp_path: Path) -> None:
+    """FSDP2 on a mesh of one GPU."""
+    mesh = init_device_mesh("cuda", (1,))
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4)).cuda()
+        fully_shard(model, mesh=mesh)
+        models.append(model)
+    dcp.save({"model": models[0].state_dict()}, checkpoint_id=tmp_path / "saved")
+    ckpt_tool.load({"model": models[1]}, tmp_path / "saved")
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        assert isinstance(other, DTensor)
+        assert one.to_local().equal(other.to_local())
