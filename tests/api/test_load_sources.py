@@ -14,7 +14,8 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCES = (
     "torch/dcp_fsdp1_flat_2r", "torch/dcp_no_flatten", "torch/dcp_safetensors", "torch/dcp_zstd",
     "torch/hf_dcp_sharded", "torch/hf_pytorch_bin", "torch/fsdp1_per_rank_pt_2r", "torch/verl_2d",
-    "deepspeed/ds_z1_bf16opt", "deepspeed/ds_z3_bf16", "deepspeed/ds_pp2_dp2_z1", "deepspeed/peft_lora", "bytecheckpoint/fsdp_dec_4r", "torch_checkpointing/fsdp2_tp_2x2",
+    "deepspeed/ds_z1_bf16opt", "deepspeed/ds_z3_bf16", "deepspeed/ds_pp2_dp2_z1", "deepspeed/peft_lora",
+    "bytecheckpoint/fsdp_dec_4r", "torch_checkpointing/fsdp2_tp_2x2",
 )  # fmt: skip
 MEGATRON = ("legacy_vpp_p2v2", "td_dpr_t2p2d2", "td_full_t4p1", "moe_dpr_e2")
 
