@@ -18,6 +18,7 @@ TOP_LEVEL = {
     "Makefile",
     "README.md",
     "ckpt_tool",
+    "docs",
     "fixtures",
     "pyproject.toml",
     "tests",
