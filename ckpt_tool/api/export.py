@@ -28,6 +28,7 @@ from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.api.tied import without_tied
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
+from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
@@ -67,6 +68,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     resume: bool = False,
     durable: bool = True,
     digest: str | os.PathLike[str] | None = "beside",
+    share: Share | None = None,
 ) -> Conversion:
     """Plan an export; nothing is written yet.
 
@@ -99,6 +101,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         durable: fsync before the target gets its name.
         digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
             a URL, None for nowhere.
+        share: which part of the work is this process's, where several were started with equal arguments.
 
     Raises:
         CkptError: see ``errors``; anything that would be lost silently is refused instead.
@@ -166,6 +169,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             resume,
             durable,
             manifest_url_for(target, digest),
+            share,
         ),
         origins=origins_of(before, views) if views and not masters else None,
         companions={"config.json": _config_text(config, tensors)} if config else {},

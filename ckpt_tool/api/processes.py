@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
+from ckpt_tool.api.conversion import Conversion, default_workers
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import CkptError, StorageError
 
-__all__ = ["processes"]
+__all__ = ["processes", "run_share", "shared_options"]
 
 _GRACE_S = 10.0
 
 
-@contextmanager
-def processes(options: Mapping[str, Any], count: int) -> Iterator[Share]:
-    """Processes 2 to ``count`` of a reshard with ``options``, at work; yields the share of the caller, which commits.
+def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
+    """Arguments of a conversion for each of several processes of one machine, which share its threads and memory."""
+    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
+    memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
+    return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}
 
-    ``options`` are the arguments of ``prepare_reshard``, the same for all.
+
+@contextmanager
+def processes(prepare: Callable[..., Conversion], options: Mapping[str, Any], count: int) -> Iterator[Share]:
+    """Processes 2 to ``count``, at work; yields the share of the caller, which commits.
+
+    ``prepare`` (``prepare_reshard`` or ``prepare_export``) makes the conversion of ``options``, the same for all.
 
     Raises:
         StorageError: one of them failed; the message is its own.
@@ -33,7 +42,10 @@ def processes(options: Mapping[str, Any], count: int) -> Iterator[Share]:
     for index in range(1, count):
         receiver, sender = context.Pipe(duplex=False)
         process: BaseProcess = context.Process(
-            target=_run_share, args=(dict(options), Share(index, count, run), sender), name=f"ckpt-{index}", daemon=True
+            target=_in_process,
+            args=(prepare, dict(options), Share(index, count, run), sender),
+            name=f"ckpt-{index}",
+            daemon=True,
         )
         process.start()
         sender.close()
@@ -53,6 +65,17 @@ def processes(options: Mapping[str, Any], count: int) -> Iterator[Share]:
                 process.join()
 
 
+def run_share(prepare: Callable[..., Conversion], options: Mapping[str, Any], share: Share) -> str | None:
+    """What another process than the first does; what went wrong, if something did."""
+    try:
+        conversion = prepare(**options, share=share)
+        with conversion.checkpoint:
+            conversion.run()
+    except CkptError as error:
+        return f"{share}: {error}"
+    return None
+
+
 def _told(receiver: Connection) -> str | None:
     """What a process said of its failure."""
     with suppress(EOFError, OSError):
@@ -62,16 +85,11 @@ def _told(receiver: Connection) -> str | None:
     return None
 
 
-def _run_share(options: dict[str, Any], share: Share, sender: Connection) -> None:
-    """What the other processes do."""
-    from ckpt_tool.api.reshard import prepare_reshard
-
+def _in_process(prepare: Callable[..., Conversion], options: dict[str, Any], share: Share, sender: Connection) -> None:
     try:
-        conversion = prepare_reshard(**options, share=share)
-        with conversion.checkpoint:
-            conversion.run()
-    except CkptError as error:
-        sender.send(f"{share}: {error}")
-        raise SystemExit(4) from error
+        failure = run_share(prepare, options, share)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    if failure is not None:
+        sender.send(failure)
+        raise SystemExit(4)

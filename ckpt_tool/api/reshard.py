@@ -21,7 +21,7 @@ from ckpt_tool.api.conversion import (
     manifest_url_for,
     whole_boxes,
 )
-from ckpt_tool.api.processes import processes
+from ckpt_tool.api.processes import processes, shared_options
 from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.selection import select_tensors
@@ -40,7 +40,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 
-__all__ = ["prepare_reshard", "reshard", "shared_options"]
+__all__ = ["prepare_reshard", "reshard"]
 
 _DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
 _WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz"})
@@ -230,16 +230,9 @@ def reshard(
     """
     if n_processes > 1:
         shared = shared_options({"source": source, "target": target, **options}, n_processes)
-        with processes(shared, n_processes) as share:
+        with processes(prepare_reshard, shared, n_processes) as share:
             return _run(prepare_reshard(**shared, share=share), progress)
     return _run(prepare_reshard(source, target, **options), progress)
-
-
-def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
-    """Arguments of `prepare_reshard` for each of several processes of this machine, which share threads and memory."""
-    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
-    memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
-    return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}
 
 
 def _run(conversion: Conversion, progress: Callable[[Progress], None] | None) -> ConversionResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,8 @@ from ckpt_tool.cli.options import (
     DigestFile,
     DryRun,
     Dtype,
+    Engine,
+    EngineName,
     Exclude,
     Include,
     Json,
@@ -21,9 +23,11 @@ from ckpt_tool.cli.options import (
     NoFsync,
     Overwrite,
     PlanJson,
+    Processes,
     Quiet,
     Resume,
     Source,
+    Split,
     Target,
     Tied,
     UnequalAs,
@@ -97,6 +101,9 @@ def export(
     ] = None,
     memory: Memory = DEFAULT_MEMORY,
     workers: Workers = None,
+    processes: Processes = 1,
+    engine: EngineName = Engine.local,
+    split: Split = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
     no_fsync: NoFsync = False,
@@ -119,30 +126,35 @@ def export(
     from ckpt_tool.api.export import prepare_export
     from ckpt_tool.api.hf_names import parse_facts
     from ckpt_tool.cli.conversion import run_conversion
+    from ckpt_tool.cli.sharing import prepared
 
     sink = output(json=json, quiet=quiet)
-    conversion = prepare_export(
-        source,
-        target,
-        to=to,
-        everything=everything,
-        names=names.value,
-        family=family,
-        naming=naming,
-        facts=parse_facts(fact or ()),
-        true_vocab=true_vocab,
-        include=include or (),
-        exclude=exclude or (),
-        dtype=dtype,
-        masters=masters,
-        tied=tied.value,
-        unequal=unequal,
-        max_shard_nbytes=None if max_shard_size is None else parse_bytes(max_shard_size),
-        memory_budget_bytes=parse_bytes(memory),
-        n_workers=workers,
-        overwrite=overwrite,
-        resume=resume,
-        durable=not no_fsync,
-        digest=write_manifest or ("beside" if digest else None),
-    )
-    run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)
+    options: dict[str, Any] = {
+        "source": source,
+        "target": target,
+        "to": to,
+        "everything": everything,
+        "names": names.value,
+        "family": family,
+        "naming": naming,
+        "facts": parse_facts(fact or ()),
+        "true_vocab": true_vocab,
+        "include": include or (),
+        "exclude": exclude or (),
+        "dtype": dtype,
+        "masters": masters,
+        "tied": tied.value,
+        "unequal": unequal,
+        "max_shard_nbytes": None if max_shard_size is None else parse_bytes(max_shard_size),
+        "memory_budget_bytes": parse_bytes(memory),
+        "n_workers": workers,
+        "overwrite": overwrite,
+        "resume": resume,
+        "durable": not no_fsync,
+        "digest": write_manifest or ("beside" if digest else None),
+    }
+    n_processes = 1 if dry_run else processes
+    with prepared(
+        sink, prepare_export, options, split=split, n_processes=n_processes, engine=engine.value
+    ) as conversion:
+        run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)

@@ -20,6 +20,8 @@ __all__ = [
     "DpMode",
     "DryRun",
     "Dtype",
+    "Engine",
+    "EngineName",
     "Ep",
     "Exclude",
     "FirstStageLayers",
@@ -109,6 +111,13 @@ class OptimStyle(Choice):
     ids = "ids"
     fqn = "fqn"
     fqn_flat = "fqn-flat"
+
+
+class Engine(Choice):
+    """Who starts processes."""
+
+    local = "local"
+    ray = "ray"
 
 
 class Tied(Choice):
@@ -280,6 +289,12 @@ Split = Annotated[
 ]
 Processes = Annotated[
     int, typer.Option("--processes", metavar="N", min=1, help="Processes of this machine that share the work.")
+]
+EngineName = Annotated[
+    Engine,
+    typer.Option(
+        "--engine", help="Who starts the --processes: this machine, or a Ray cluster that shares the folders."
+    ),
 ]
 Sidecar = Annotated[
     bool | None,

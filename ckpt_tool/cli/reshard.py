@@ -15,6 +15,8 @@ from ckpt_tool.cli.options import (
     DpMode,
     DryRun,
     Dtype,
+    Engine,
+    EngineName,
     Ep,
     Exclude,
     FirstStageLayers,
@@ -80,6 +82,7 @@ def reshard(
     memory: Memory = DEFAULT_MEMORY,
     workers: Workers = None,
     processes: Processes = 1,
+    engine: EngineName = Engine.local,
     split: Split = None,
     sidecar: Sidecar = None,
     overwrite: Overwrite = False,
@@ -100,6 +103,7 @@ def reshard(
     with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
     from ckpt_tool.api.arguments import parse_arguments
+    from ckpt_tool.api.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
     from ckpt_tool.cli.sharing import prepared
 
@@ -137,5 +141,8 @@ def reshard(
         "digest": write_manifest or ("beside" if digest else None),
         "sidecar": sidecar,
     }
-    with prepared(sink, options, split=split, n_processes=1 if dry_run else processes) as conversion:
+    n_processes = 1 if dry_run else processes
+    with prepared(
+        sink, prepare_reshard, options, split=split, n_processes=n_processes, engine=engine.value
+    ) as conversion:
         run_conversion(sink, conversion, dry_run=dry_run, plan_json=plan_json)

@@ -1,9 +1,9 @@
-"""A reshard by one process or several: started by a launcher, by hand with --split, or here with --processes."""
+"""A conversion by one process or several: started by a launcher, by hand with --split, or here with --processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +18,35 @@ __all__ = ["prepared"]
 
 
 @contextmanager
-def prepared(sink: Output, options: Mapping[str, Any], *, split: str | None, n_processes: int) -> Iterator[Conversion]:
-    """The conversion of a reshard with ``options``, for this process; the others run until the block ends.
+def prepared(
+    sink: Output,
+    prepare: Callable[..., Conversion],
+    options: Mapping[str, Any],
+    *,
+    split: str | None,
+    n_processes: int,
+    engine: str,
+) -> Iterator[Conversion]:
+    """The conversion that ``prepare`` makes of ``options``, for this process; the others run until the block ends.
 
     Raises:
         UsageError: both ways to share the work were asked for.
     """
-    from ckpt_tool.api.reshard import prepare_reshard, shared_options
+    from ckpt_tool.api.processes import processes, shared_options
     from ckpt_tool.api.share import launched_share, local_count, parse_share
 
     if n_processes > 1:
         if split is not None:
             raise UsageError("--processes starts processes, --split names one of several that were started: give one")
-        from ckpt_tool.api.processes import processes
+        if engine == "ray":
+            from ckpt_tool.api.ray_processes import ray_processes
 
+            with ray_processes(prepare, options, n_processes) as first:
+                yield prepare(**options, share=first)
+            return
         shared = shared_options(options, n_processes)
-        with processes(shared, n_processes) as first:
-            yield prepare_reshard(**shared, share=first)
+        with processes(prepare, shared, n_processes) as first:
+            yield prepare(**shared, share=first)
         return
     launched = launched_share(os.environ) if split is None else None
     share = parse_share(split) if split is not None else None
@@ -42,8 +54,8 @@ def prepared(sink: Output, options: Mapping[str, Any], *, split: str | None, n_p
         share, why = launched
         sink.talk([line(f"{share}, by {why}; --split 0/1 runs alone")])
     if share is None:
-        yield prepare_reshard(**options)
+        yield prepare(**options)
         return
     # Memory is each process's own; threads are the machine's.
     shared = {**options, "n_workers": shared_options(options, local_count(os.environ))["n_workers"]}
-    yield prepare_reshard(**shared, share=share)
+    yield prepare(**shared, share=share)

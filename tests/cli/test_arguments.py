@@ -103,7 +103,7 @@ def test_export(argv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPa
     recorder = Recorder()
     monkeypatch.setattr("ckpt_tool.api.export.prepare_export", recorder)
     assert main(["export", "A", "B", *argv.split()]) == 2
-    assert (recorder.args, recorder.options) == (("A", "B"), {**EXPORT, **RUN, **options})
+    assert recorder.options == {"source": "A", "target": "B", **EXPORT, **RUN, **options}
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_it_starts_four_by_itself(tmp_path: Path, alone: dict[str, bytes]) -> No
     assert content(tmp_path / "out") == alone
 
 
+def test_export_is_shared_too(tmp_path: Path) -> None:
+    """Whole tensors in one folder, by two processes and by one."""
+    argv = [sys.executable, "-m", "ckpt_tool", "export", str(SOURCE), "--no-fsync"]
+    for name, words in (("alone", ()), ("shared", ("--processes", "2"))):
+        subprocess.run([*argv, str(tmp_path / name), *words], check=True, capture_output=True, timeout=100)
+    assert content(tmp_path / "shared") == content(tmp_path / "alone")
+    assert (tmp_path / "shared.digests.json").read_bytes() == (tmp_path / "alone.digests.json").read_bytes()
+
+
 def test_a_killed_process_leaves_nothing_that_looks_whole(tmp_path: Path, alone: dict[str, bytes]) -> None:
     """Kill -9 the one that commits: the other one stops too; two that resume end with the same bytes."""
     target = tmp_path / "out"
