@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 
-__all__ = ["exact_duplicates", "overlapping_pairs", "row_digest"]
+__all__ = ["exact_duplicates", "first_equal", "overlapping_pairs", "row_digest"]
 
 _FEW_ROWS = 64
 _PAIRS_PER_BLOCK = 1 << 21  # candidate pairs compared at once: about 100 MB of temporaries
@@ -25,9 +25,12 @@ def exact_duplicates(offsets: Int64Array, sizes: Int64Array, group: Int64Array |
     Applied to ``offsets[first]`` and ``sizes[first]`` it gives the same boxes again.
     """
     columns = [*([] if group is None else [group]), *offsets.T, *sizes.T]
-    n = len(sizes)
-    if not columns:
-        return np.zeros(n, dtype=np.int64)
+    return first_equal(columns) if columns else np.zeros(len(sizes), dtype=np.int64)
+
+
+def first_equal(columns: Sequence[Int64Array]) -> Int64Array:
+    """``int64[n]``: the first row that is equal to each row, in all of one or more ``columns``."""
+    n = len(columns[0])
     if _ascend([column[:_FEW_ROWS] for column in columns]) and _ascend(columns):
         return np.arange(n)
     digest = row_digest(columns)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_tool.formats._dcp.written_items import ItemKinds
 from ckpt_tool.formats.base import BoxTable
-from ckpt_tool.geometry.overlaps import exact_duplicates
+from ckpt_tool.geometry.overlaps import first_equal
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 
@@ -34,18 +34,11 @@ def item_lengths(tensors: TensorTable, boxes: BoxTable) -> tuple[IntArray, IntAr
     payload = (numel * tensors.bits[boxes.tensor] + 7) // 8
     kind, ndim = kind_of_tensor[boxes.tensor], tensors.ndim[boxes.tensor].astype(np.int64)
     around, head = np.empty((2, len(boxes)), dtype=np.int64)
-    shape = _first_rows(np.column_stack([kind * (_MAX_NDIM + 1) + ndim, boxes.sizes]))
+    shape = first_equal([kind * (_MAX_NDIM + 1) + ndim, *boxes.sizes.T])
     own = np.flatnonzero(shape == np.arange(len(boxes)))
-    key = np.column_stack(
-        [
-            kind[own],
-            ndim[own],
-            _numbers_nbytes(boxes.sizes[own], ndim[own], numel[own], payload[own]),
-            np.where(payload[own] < _WIDE_NBYTES, payload[own] % _ALIGNMENT, payload[own]),
-            payload[own] == 0,
-        ]
-    )
-    of_class = own[_first_rows(key)]
+    small = np.where(payload[own] < _WIDE_NBYTES, payload[own] % _ALIGNMENT, payload[own])
+    numbers = _numbers_nbytes(boxes.sizes[own], ndim[own], numel[own], payload[own])
+    of_class = own[first_equal([kind[own], ndim[own], numbers, small, (payload[own] == 0).astype(np.int64)])]
     kinds = ItemKinds()
     for row in np.unique(of_class).tolist():
         tensor = boxes.tensor[row]
@@ -53,11 +46,6 @@ def item_lengths(tensors: TensorTable, boxes: BoxTable) -> tuple[IntArray, IntAr
         around[row], head[row] = laid_out.nbytes - laid_out.payload_nbytes, len(laid_out.head)
     around[own], head[own] = around[of_class], head[of_class]
     return around[shape] + payload, head[shape], payload
-
-
-def _first_rows(key: IntArray) -> IntArray:
-    """int64[n]: the first row that is equal to each row."""
-    return exact_duplicates(key, key[:, :0])
 
 
 def _numbers_nbytes(sizes: IntArray, ndim: IntArray, numel: IntArray, payload: IntArray) -> IntArray:

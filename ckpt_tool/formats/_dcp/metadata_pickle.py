@@ -177,11 +177,11 @@ def add_state_dict_metadata(
     bytes_record = pickle.name(_METADATA, "BytesStorageMetadata") + _NEW
     rows_of = {
         ndim: Rows(
-            len(rows),
+            n,
             [chunk, *_size_parts(size, chunks.offsets[rows], ndim), names["sizes"],
              *_size_parts(size, chunks.sizes[rows], ndim), _SETITEMS + _BUILD],
         )
-        for ndim, rows in _by_ndim(tensors)
+        for ndim, n, rows in _by_ndim(tensors)
     }  # fmt: skip
     used = dict.fromkeys(rows_of, 0)
     pickle.add(_EMPTY_DICT, _MARK)
@@ -197,12 +197,15 @@ def add_state_dict_metadata(
     pickle.add(_SETITEMS)
 
 
-def _by_ndim(tensors: Sequence[WrittenTensor]) -> list[tuple[int, IntArray]]:
-    """Rows of chunks by their number of dimensions."""
-    if not tensors:
-        return []
-    ndim = np.repeat([len(tensor.shape) for tensor in tensors], [tensor.n_chunks for tensor in tensors])
-    return [(n, np.flatnonzero(ndim == n)) for n in sorted({len(tensor.shape) for tensor in tensors})]
+def _by_ndim(tensors: Sequence[WrittenTensor]) -> list[tuple[int, int, IntArray | slice]]:
+    """Dimensions, number of chunks with as many, and their rows."""
+    counts = np.array([tensor.n_chunks for tensor in tensors], dtype=np.int64)
+    dims = np.array([len(tensor.shape) for tensor in tensors], dtype=np.int64)
+    different = sorted(set(dims.tolist()))
+    if len(different) == 1:
+        return [(different[0], int(counts.sum()), slice(None))]
+    ndim = np.repeat(dims, counts)
+    return [(n, len(rows), rows) for n in different for rows in (np.flatnonzero(ndim == n),)]
 
 
 def _size_parts(cls: bytes, columns: IntArray, ndim: int) -> list[bytes | IntArray | Recalled]:
@@ -258,14 +261,14 @@ def add_storage_data(
     for blob, _, item_path, item in placed:
         place = (names["offset"], integer_piece(item.offset), names["length"], integer_piece(item.length))
         pickle.add(index_piece(pickle, blob, None, ()), info, item_path, *place, _SETITEMS + _BUILD)
-    for ndim, rows in _by_ndim(tensors):
+    for ndim, n, rows in _by_ndim(tensors):
         records = Rows(
-            len(rows),
+            n,
             [index, Recalled(fqn[rows]), names["index"], number[rows], names["offset"],
              *_size_parts(size, chunks.offsets[rows], ndim), _SETITEMS + _BUILD + info, Recalled(path[rows]),
              names["offset"], chunks.offset[rows], names["length"], chunks.length[rows], _SETITEMS + _BUILD],
         )  # fmt: skip
-        pickle.add_rows(records, 0, len(rows))
+        pickle.add_rows(records, 0, n)
     pickle.add(_SETITEMS)
 
 

@@ -187,19 +187,12 @@ def written_tensors(
         _raise_same_start(tensors, boxes, np.flatnonzero(is_full & (place == np.argmax(n_full > 1))))
     kept = np.flatnonzero(is_full | ((n_full[place] == 0) & (place == np.arange(len(boxes)))))
     extra = sorted(placed.extra.items())
-    last_path = len(placed.paths)
-    width = boxes.offsets.shape[1]
-    extra_rows = np.array([row for row, _ in extra], dtype=np.int64)
-    tensor = np.concatenate([tensor[kept], extra_rows])
-    order = np.argsort(tensor, kind="stable")
-    columns = WrittenChunks(
-        (*placed.paths, *(item.path for _, item in extra)),
-        np.concatenate([boxes.offsets[kept], np.zeros((len(extra), width), dtype=np.int64)])[order],
-        np.concatenate([boxes.sizes[kept], tensors.shape[extra_rows, :width]])[order],
-        np.concatenate([placed.file[kept], last_path + np.arange(len(extra))])[order],
-        np.concatenate([placed.item_offset[kept], [item.offset for _, item in extra]]).astype(np.int64)[order],
-        np.concatenate([placed.item_nbytes[kept], [item.length for _, item in extra]]).astype(np.int64)[order],
-    )
+    if len(kept) == len(boxes) and not extra and (tensor[1:] >= tensor[:-1]).all():
+        columns = WrittenChunks(
+            placed.paths, boxes.offsets, boxes.sizes, placed.file, placed.item_offset, placed.item_nbytes
+        )
+    else:
+        tensor, columns = _by_tensor(tensors, boxes, placed, kept, extra)
     n_chunks = np.bincount(tensor, minlength=len(tensors)).tolist()
     written = [
         WrittenTensor(name, dtype, tensors.shape_of(row), path, n_chunks[row])
@@ -207,6 +200,29 @@ def written_tensors(
         if row not in elsewhere
     ]
     return written, columns
+
+
+def _by_tensor(
+    tensors: TensorTable,
+    boxes: BoxTable,
+    placed: PlacedItems,
+    kept: IntArray,
+    extra: Sequence[tuple[int, WrittenItem]],
+) -> tuple[IntArray, WrittenChunks]:
+    """Tensor and columns of the rows ``kept`` and of ``extra`` items, in the order of tensors."""
+    extra_rows = np.array([row for row, _ in extra], dtype=np.int64)
+    tensor = np.concatenate([boxes.tensor[kept].astype(np.int64), extra_rows])
+    order = np.argsort(tensor, kind="stable")
+    width = boxes.offsets.shape[1]
+    columns = WrittenChunks(
+        (*placed.paths, *(item.path for _, item in extra)),
+        np.concatenate([boxes.offsets[kept], np.zeros((len(extra), width), dtype=np.int64)])[order],
+        np.concatenate([boxes.sizes[kept], tensors.shape[extra_rows, :width]])[order],
+        np.concatenate([placed.file[kept], len(placed.paths) + np.arange(len(extra))])[order],
+        np.concatenate([placed.item_offset[kept], [item.offset for _, item in extra]]).astype(np.int64)[order],
+        np.concatenate([placed.item_nbytes[kept], [item.length for _, item in extra]]).astype(np.int64)[order],
+    )
+    return tensor, columns
 
 
 def _raise_same_start(tensors: TensorTable, boxes: BoxTable, rows: IntArray) -> NoReturn:
