@@ -195,5 +195,9 @@ def open_checkpoint(url: str | os.PathLike[str], *, memory_budget_bytes: int = D
     """
     store, listing = open_store(url)
     source = Source(store, listing)
-    reader = detect(source)
-    return Checkpoint(os.fspath(url), source, reader, reader.read(source), memory_budget_bytes)
+    try:
+        reader = detect(source)
+        return Checkpoint(os.fspath(url), source, reader, reader.read(source), memory_budget_bytes)
+    except BaseException:
+        store.close()
+        raise

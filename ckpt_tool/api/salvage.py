@@ -39,6 +39,8 @@ __all__ = ["Lost", "SalvageResult", "salvage"]
 SUFFIX_OF_REPORT = ".salvage.json"
 # A payload that is not what was written: other errors are of metadata, or of values, which is no reason to lose them.
 _DAMAGE = frozenset({"crc-mismatch", "unreadable"})
+_MANY = 32
+"""From so many on, verification no longer tells which tensors of a file are meant."""
 _BESIDE = frozenset({"nan", "gap"})
 """Errors that are not why something cannot be read, or say it less well."""
 _TARGETS = {".safetensors": "safetensors", ".pt": "torch-save", ".pth": "torch-save", ".bin": "torch-save"}
@@ -178,10 +180,14 @@ def _readable(checkpoint: Checkpoint, findings: Sequence[Finding]) -> Manifest:
     usable = measure(resolved, checkpoint.source.listing).has_chunk & is_resolved(resolved)
     manifest = resolved.replace(chunks=resolved.chunks.take(np.flatnonzero(usable)))
     bad = [f.where for f in findings if f.kind in _DAMAGE and f.severity is Severity.ERROR and f.where is not None]
-    if not bad:
-        return manifest
     chunks = manifest.chunks
     keep = np.ones(len(chunks), dtype=bool)
+    unknown = [f for f in findings if f.kind == "checksum-unreadable" and f.where is not None]
+    for finding in unknown:  # a checksum was recorded, and nobody knows which
+        file = manifest.files.index.get(finding.where.path if finding.where is not None else "", -1)
+        tensor = manifest.tensors.index.get(finding.fqn or "", -1)
+        is_hit = chunks.file == file
+        keep &= ~(is_hit if tensor < 0 or len(unknown) >= _MANY else is_hit & (chunks.tensor == tensor))
     for where in bad:
         row = manifest.files.index.get(where.path)
         if row is not None:

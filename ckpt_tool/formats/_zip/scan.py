@@ -46,7 +46,10 @@ def scan_directory(read: Read, nbytes: int, storage_sizes: StorageSizes) -> ZipD
             length = _length(read, name, root, start, nbytes, sizes)
             if length is None or start + length > nbytes:
                 break
-            crc, behind = _descriptor(read, start + length, length, nbytes)
+            described = _descriptor(read, start + length, length, nbytes)
+            if described is None:
+                break
+            crc, behind = described
             packed = unpacked = length
         else:
             behind = start + packed
@@ -101,9 +104,17 @@ def _length(read: Read, name: str, root: str, start: int, nbytes: int, sizes: Ma
     return None
 
 
-def _descriptor(read: Read, at: int, length: int, nbytes: int) -> tuple[int, int]:
-    """CRC behind a payload, 0 where none is recorded, and the byte behind it."""
+def _descriptor(read: Read, at: int, length: int, nbytes: int) -> tuple[int, int] | None:
+    """CRC behind a payload, and the byte behind it; 0 where the file was cut right there.
+
+    None where something else stands there: the payload is not where it was, or not what it was.
+    """
     size = 24 if length >= _WIDE_NBYTES else 16
-    if at + size > nbytes or read(at, 4) != _DESCRIPTOR:
-        return 0, at
-    return int.from_bytes(read(at + 4, 4), "little"), at + size
+    if at + size > nbytes:
+        return 0, nbytes
+    found = read(at, size)
+    if not found.startswith(_DESCRIPTOR) or found[8 : 8 + (size - 8) // 2] != length.to_bytes(
+        (size - 8) // 2, "little"
+    ):
+        return None
+    return int.from_bytes(found[4:8], "little"), at + size

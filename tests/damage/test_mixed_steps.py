@@ -1,0 +1,48 @@
+"""Files of two saves under one metadata: what a torn asynchronous save, or two runs in one folder, leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tool.api.digest import digests
+from ckpt_tool.api.manifest_file import write_manifest
+from ckpt_tool.api.verify import verify
+from tests.formats.dcp.build import Checkpoint
+from tests.reports.made import put
+
+
+def saved_at(step: int) -> dict[str, bytes]:
+    """Two parameters with their Adam state, each on a rank of its own."""
+    made = Checkpoint()
+    for rank, name in enumerate(("a", "b")):
+        values = torch.arange(64.0) + step
+        made.tensor(f"model.{name}", [64], [(rank, [0], values)])
+        made.tensor(f"optim.state.{name}.exp_avg", [64], [(rank, [0], values / 7)])
+        made.tensor(f"optim.state.{name}.exp_avg_sq", [64], [(rank, [0], values.square())])
+        made.tensor(f"optim.state.{name}.step", [], [(rank, [], torch.tensor(float(step)))])
+    return dict(made.files())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_file_of_another_step(tmp_path: Path, rank: int) -> None:
+    """One rank's file of step 20 in a checkpoint of step 10: the counters of the parameters tell."""
+    files = saved_at(10)
+    assert verify(put(tmp_path / "whole", files), level="full").is_ok
+    mixed = {**files, f"__{rank}_0.distcp": saved_at(20)[f"__{rank}_0.distcp"]}
+    report = verify(put(tmp_path / "mixed", mixed), level="full")
+    (found,) = [finding for finding in report.findings if finding.kind == "mixed-steps"]
+    assert "10" in found.message
+    assert "20" in found.message
+
+
+def test_a_manifest_tells_more(tmp_path: Path) -> None:
+    """Where nothing counts steps, the recorded digests still know."""
+    files = saved_at(10)
+    write_manifest(digests(put(tmp_path / "whole", files), files="crc32"), tmp_path / "m.json")
+    mixed = {**files, "__1_0.distcp": saved_at(20)["__1_0.distcp"]}
+    report = verify(put(tmp_path / "mixed", mixed), manifest=tmp_path / "m.json")
+    wrong = {finding.fqn for finding in report.findings if finding.kind == "digest-mismatch"}
+    assert wrong == {"model.b", "optim.state.b.exp_avg", "optim.state.b.exp_avg_sq", "optim.state.b.step"}
