@@ -234,6 +234,9 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 from_ZeRO_3="deepspeed/ds_z3_bf16/ckpt/global_step3_universal",
             ),
             written(_TORCH, "torch.load", "deepspeed/test_universal_writer.py"),
+            Proof(
+                "writes for", "DeepSpeed 0.19.8", "load_universal at ZeRO 1 to 3", "tests/consumers/test_deepspeed.py"
+            ),
         ),
     ),
     "vescale": ("veScale: a DCP folder for the model, and one per pipeline stage for its optimizer", ()),
