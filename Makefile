@@ -61,10 +61,12 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/python -m pip install --quiet $(TORCH)
 	$(PEERS)/bin/python -m pip install --quiet transformers safetensors packaging einops psutil
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --ignore-requires-python --target $(PEERS)/mcore-0.12.3 megatron-core==0.12.3
 	@touch $@
 
 test-megatron: $(INSTALLED) $(PEERS)/.installed
 	CKPT_PEER_MEGATRON="$(CURDIR)/$(PEERS)/bin/python" CKPT_PEER_TRANSFORMERS="$(CURDIR)/$(PEERS)/bin/python" \
+	CKPT_PEER_MEGATRON_012="$(CURDIR)/$(PEERS)/mcore-0.12.3" \
 	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py tests/consumers/test_hf_names.py
 
 test-job: $(INSTALLED)

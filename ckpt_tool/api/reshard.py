@@ -66,11 +66,12 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     dtype: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    rank_state: Literal["keep", "drop"] | None = None,
+    rank_state: Literal["keep", "drop", "emit"] | None = None,
     unequal: str | Sequence[str] | None = None,
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
     config: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    mcore_version: str | None = None,
     zero_stage: int | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
@@ -103,13 +104,15 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         dtype: cast the model's floating tensors; each cast is reported.
         include: globs or ``re:`` patterns of tensors to take.
         exclude: globs or ``re:`` patterns of tensors to leave.
-        rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes.
+        rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes;
+            ``emit``, for a target of Megatron: random states as at the start of a run.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
             ``GLOB=concat:0``); None to stop.
         optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.
         config: a model's ``config.json``, for a target of Megatron and a source that has none beside it.
         arguments: arguments of the Megatron run that is to load the target, over those of the source.
+        mcore_version: the version of megatron-core that is to load the target; None for the newest known.
         zero_stage: ``deepspeed``: what data-parallel ranks share out, 1 to 3; None as in the source.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
@@ -134,6 +137,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
+    if rank_state == "emit" and not writer.name.startswith("megatron"):
+        raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
@@ -145,6 +150,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             first_stage_layers=first_stage_layers,
             last_stage_layers=last_stage_layers,
             zero_stage=zero_stage,
+            mcore_version=mcore_version,
+            fresh_random_states=rank_state == "emit",
             model_dtype=None if dtype is None else dtype_named(dtype),
             sidecar=sidecar,
         )
@@ -245,12 +252,13 @@ def _carried(
     manifest: Manifest,
     blobs: tuple[Blob, ...],
     mesh: Mesh,
-    rank_state: Literal["keep", "drop"] | None,
+    rank_state: Literal["keep", "drop", "emit"] | None,
 ) -> Carried:
     """What goes into the target: by the writer's own word, or by the policy for states of ranks."""
     if isinstance(writer, PlacingWriter):
         return without(manifest, blobs, writer.left_out(manifest, blobs, _sizes(mesh), rank_state))
-    return carry_rank_state(manifest, blobs, dp_size=_data_size(mesh), world_size=mesh.world_size, policy=rank_state)
+    policy = None if rank_state == "emit" else rank_state
+    return carry_rank_state(manifest, blobs, dp_size=_data_size(mesh), world_size=mesh.world_size, policy=policy)
 
 
 def _restyled(carried: Carried, style: str) -> tuple[Carried, tuple[str, ...]]:

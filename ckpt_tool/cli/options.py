@@ -29,6 +29,7 @@ __all__ = [
     "Json",
     "LastStageLayers",
     "Masters",
+    "McoreVersion",
     "Memory",
     "MeshText",
     "NoFsync",
@@ -40,9 +41,11 @@ __all__ = [
     "Pp",
     "Processes",
     "Quiet",
+    "RandomStates",
     "RankState",
     "Replicas",
     "Resume",
+    "Rng",
     "RulesFile",
     "Section",
     "Sidecar",
@@ -118,6 +121,14 @@ class Engine(Choice):
 
     local = "local"
     ray = "ray"
+
+
+class Rng(Choice):
+    """What to do with random states of a Megatron run."""
+
+    keep = "keep"
+    drop = "drop"
+    emit = "emit"
 
 
 class Tied(Choice):
@@ -265,6 +276,25 @@ Arguments = Annotated[
         "--arg",
         metavar="NAME=VALUE",
         help="An argument of the Megatron run that is to load DST, as in make_vocab_size_divisible_by=64. Repeatable.",
+        show_default=False,
+    ),
+]
+
+McoreVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--mcore-version",
+        metavar="VERSION",
+        help="megatron-dist: the megatron-core that is to load DST, as in 0.12; by default the newest known (0.19).",
+        show_default=False,
+    ),
+]
+RandomStates = Annotated[
+    Rng | None,
+    typer.Option(
+        "--rng",
+        help="Megatron's random states: of SRC, none, or those of the start of a run, made of its seed; by default of "
+        "SRC where the grid is the same.",
         show_default=False,
     ),
 ]

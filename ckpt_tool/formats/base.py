@@ -161,6 +161,10 @@ class WriterOptions:
     """Likewise: layers of the first stage, None for an even spread."""
     last_stage_layers: int | None = None
     """Likewise: of the last stage."""
+    mcore_version: str | None = None
+    """Megatron: the version of megatron-core that is to load it, None for the newest known."""
+    fresh_random_states: bool = False
+    """Megatron: write random states as at the start of a run."""
     zero_stage: int | None = None
     """DeepSpeed: how much ranks share out, 1 to 3; None as in the source."""
     model_dtype: DType | None = None
@@ -329,7 +333,7 @@ class PlacingWriter(Writer, Protocol):
         source: Manifest,
         blobs: Sequence[Blob],
         mesh: Mapping[str, int],
-        rank_state: Literal["keep", "drop"] | None,
+        rank_state: Literal["keep", "drop", "emit"] | None,
     ) -> Mapping[str, str]:
         """Tensors and objects that the target has no place for, by fqn, each with the reason.
 
@@ -337,7 +341,7 @@ class PlacingWriter(Writer, Protocol):
             source: what is to be written.
             blobs: its objects, loaded.
             mesh: sizes of the target's axes, in rank order, slowest first.
-            rank_state: what to do with states of single ranks; None for what suits the program.
+            rank_state: what to do with states of single ranks; ``emit`` for new ones, None for what suits it.
 
         Raises:
             LayoutError: a fact is missing without which the program could not load the rest.

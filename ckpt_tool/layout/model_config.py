@@ -231,6 +231,8 @@ def config_of(args: Mapping[str, Any], model_types: Sequence[str], *, n_tokens: 
             missing.append(same.argument)
         elif value is not None:
             values[same.config[0]] = value
+        elif same.default == "":
+            values[same.config[0]] = None  # transformers has a number where the key is left out
     if n_tokens is not None:
         values["vocab_size"] = n_tokens
         missing = [name for name in missing if name != "vocab_size"]

@@ -19,7 +19,7 @@ RESHARD = {
     "optim_style": None,
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
-MEGATRON: dict[str, Any] = {"config": None, "arguments": {}}
+MEGATRON: dict[str, Any] = {"config": None, "arguments": {}, "mcore_version": None}
 RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
@@ -53,6 +53,9 @@ class Recorder:
         ("A B --rules r.toml --default shard0", ("A", "B"), {"rules": "r.toml", "default": "shard0"}),
         ("A B --replicas all --rank-state drop", ("A", "B"), {"replicas": "all", "rank_state": "drop"}),
         ("A B --to deepspeed --zero-stage 3", ("A", "B"), {"to": "deepspeed", "zero_stage": 3}),
+        ("A B --to megatron-dist --mcore-version 0.12 --rng emit --config c.json --arg n=8 --arg a=b", ("A", "B"),
+         {"to": "megatron-dist", "mcore_version": "0.12", "rank_state": "emit", "config": "c.json",
+          "arguments": {"n": 8, "a": "b"}}),
         ("A B --optim-style fqn-flat", ("A", "B"), {"optim_style": "fqn-flat"}),
         ("A B --unequal first", ("A", "B"), {"unequal": ["first"]}),
         ("A B --dtype bf16 --include a.* --exclude b --tensor c", ("A", "B"),

@@ -29,6 +29,7 @@ __all__ = [
     "add_state_dict_metadata",
     "add_storage_data",
     "index_piece",
+    "integer_piece",
     "text_piece",
 ]
 

@@ -95,7 +95,7 @@ class DeepSpeedWriter:
         source: Manifest,
         blobs: Sequence[Blob],
         mesh: Mapping[str, int],
-        rank_state: Literal["keep", "drop"] | None,
+        rank_state: Literal["keep", "drop", "emit"] | None,
     ) -> Mapping[str, str]:
         """Weights of trained parameters at stage 3, which has their masters only."""
         del mesh, rank_state

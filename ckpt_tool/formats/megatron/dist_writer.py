@@ -28,16 +28,19 @@ from ckpt_tool.formats._dcp.placed_items import (
 )
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
-from ckpt_tool.formats.megatron.common_state import COMMON_OBJECT
+from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT
 from ckpt_tool.formats.megatron.config import CONFIG_NAME
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.target_boxes import target_boxes, weight_key
 from ckpt_tool.formats.megatron.target_common import is_common, is_distributed, target_common
+from ckpt_tool.formats.megatron.target_dialect import dialect_of
+from ckpt_tool.formats.megatron.target_flattened import as_ranges
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.formats.megatron.target_iteration import iteration_of
 from ckpt_tool.formats.megatron.target_metadata import metadata_pickle
 from ckpt_tool.formats.megatron.target_objects import (
     TargetObject,
+    emitted_states,
     extra_objects,
     is_rng,
     random_states,
@@ -52,6 +55,8 @@ from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTab
 __all__ = ["WRITER", "MegatronDistWriter"]
 
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_OLD_CONFIG = {**_CONFIG, "common_backend": "torch", "common_backend_version": 1}
+_STARTED = "random states are those of the start of a run, made of args.seed"
 _FACTS_OF_PARAMETERS = ("optimizer", "param_state")
 """Each parameter's step, which mcore up to 0.14 has besides the groups'."""
 
@@ -67,7 +72,7 @@ class MegatronDistWriter:
         source: Manifest,
         blobs: Sequence[Blob],
         mesh: Mapping[str, int],
-        rank_state: Literal["keep", "drop"] | None,
+        rank_state: Literal["keep", "drop", "emit"] | None,
     ) -> Mapping[str, str]:
         """What belongs to the source's grid alone.
 
@@ -110,7 +115,10 @@ class MegatronDistWriter:
     ) -> BoxTable:
         """Boxes by layer and expert, and by tensor-parallel rank where a rule knows the weight."""
         del blobs
-        return target_boxes(tensors, TargetGrid.of(mesh).with_options(options), info.get("args", {}))
+        # Where mcore 0.12 loads both halves out of one flattened range, it trips over itself (torch.py, line 239).
+        halves_apart = dialect_of(options.mcore_version).is_flattened
+        grid = TargetGrid.of(mesh).with_options(options)
+        return target_boxes(tensors, grid, info.get("args", {}), halves_apart=halves_apart)
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """The folder; the tracker is written last.
@@ -124,12 +132,18 @@ class MegatronDistWriter:
         paths: Sequence[KeyPath] = request.tensors.paths or [(fqn,) for fqn in request.tensors.fqns]
         objects = list(extra_objects(request))
         own_states = list(random_states(request, grid))
-        has_rng = bool(own_states) or any(shard_grid(one.key) is not None for one in objects)
+        is_fresh = request.options.fresh_random_states
+        has_rng = is_fresh or bool(own_states) or any(shard_grid(one.key) is not None for one in objects)
         common = target_common(request, grid, has_rng=has_rng, iteration=iteration or 0)
-        state = written_object(COMMON_OBJECT, [common.root], request.tensors, common.rows)
+        if is_fresh:
+            objects += emitted_states(common.root["args"], grid)
         files = _Files(folder)
-        for one, rows in [(o, ()) for o in objects] + [*own_states, (state, common.rows)]:
+        for one, rows in [(o, ()) for o in objects] + own_states:
             files.add(one, rows)
+        if dialect_of(request.options.mcore_version).has_common_file:
+            files.add(written_object("", common.root, request.tensors, common.rows), common.rows, COMMON_FILE)
+        else:
+            files.add(written_object(COMMON_OBJECT, [common.root], request.tensors, common.rows), common.rows)
         layout = _laid_out(self.name, request, files, paths, common.notes)
         text = "release" if folder == "release" else str(iteration)
         entries = FileTable((*layout.manifest.files, FileEntry(TRACKER, len(text))))
@@ -160,14 +174,16 @@ class _Files:
         """A rank's file, in the iteration's folder."""
         return f"__{rank}_0.distcp"
 
-    def add(self, one: TargetObject, rows: Sequence[int]) -> None:
-        """An object, at the end of the first rank's file."""
+    def add(self, one: TargetObject, rows: Sequence[int], path: str = "") -> None:
+        """An object, at the end of the first rank's file, or a file of its own, which is no item."""
         if one.file is None:
             self.objects.append((one.key, self.growing.append(self.path(0), one.data)))
             return
         nbytes = one.file.zip.nbytes
-        item = WrittenItem(self.path(0), self.growing.extend(self.path(0), nbytes), nbytes)
-        self.objects.append((one.key, item))
+        held_in = path or self.path(0)
+        item = WrittenItem(held_in, self.growing.extend(held_in, nbytes), nbytes)
+        if not path:
+            self.objects.append((one.key, item))
         self.embedded.append((item, one))
         parts = [*one.file.heads(), *one.file.tail_without_checksums()]
         self.growing.segments += [Segment(item.path, item.offset + part.offset, part.data) for part in parts]
@@ -180,14 +196,25 @@ def _laid_out(
 ) -> LayOut:
     """All but the tracker."""
     tensors, boxes, growing = request.tensors, request.boxes, files.growing
+    dialect = dialect_of(request.options.mcore_version)
     is_inside = np.isin(boxes.tensor, np.array(list(files.places), dtype=np.int64))
     apart = np.flatnonzero(~is_inside)
     own = BoxTable(boxes.tensor[apart], boxes.offsets[apart], boxes.sizes[apart], boxes.rank[apart])
-    placed = place_boxes(tensors, own, growing, files.path, files.places)
-    slot = "param" if is_distributed(request.info) else "fp32_param"
-    names = [(_stored_key(fqn, path, slot), path) for fqn, path in zip(tensors.fqns, paths, strict=True)]
-    written, chunks = written_tensors(tensors, own, placed, names, files.places)
-    known = {METADATA_NAME: metadata_pickle(written, chunks, files.objects), CONFIG_NAME: json.dumps(_CONFIG).encode()}
+    shapes: Mapping[int, Sequence[int]] = {}
+    stored = tensors
+    if dialect.is_flattened and is_distributed(request.info):
+        stored, own, shapes = as_ranges(tensors, own, paths)
+    placed = place_boxes(stored, own, growing, files.path, files.places)
+    slot = dialect.master_slot if is_distributed(request.info) else "fp32_param"
+    chained = dialect.has_chained_keys and _parts_experts(request, paths)
+    names = [(_stored_key(fqn, path, slot, chained), path) for fqn, path in zip(tensors.fqns, paths, strict=True)]
+    written, chunks = written_tensors(stored, own, placed, names, files.places)
+    flattened = {names[row][0]: shape for row, shape in shapes.items()}
+    config = _OLD_CONFIG if dialect.has_common_file else _CONFIG
+    known = {
+        METADATA_NAME: metadata_pickle(written, chunks, files.objects, flattened if dialect.is_flattened else None),
+        CONFIG_NAME: json.dumps(config).encode(),
+    }
     for file_name, data in known.items():
         growing.append(file_name, data)
     manifest = Manifest(
@@ -246,14 +273,21 @@ def _chunks(
     )  # fmt: skip
 
 
-def _stored_key(fqn: str, path: KeyPath, master_slot: str) -> str:
+def _parts_experts(request: WriteRequest, paths: Sequence[KeyPath]) -> bool:
+    """Whether experts have an optimizer of their own."""
+    has_experts = any(".mlp.experts." in str(path[-1]) for path in paths)
+    return has_experts and TargetGrid.of_request(request).parts_experts(request.info.get("args", {}))
+
+
+def _stored_key(fqn: str, path: KeyPath, master_slot: str, is_chained: bool) -> str:  # noqa: FBT001
     """What Megatron calls a tensor."""
     key = weight_key(path)
     if key is None:
         return fqn
     if path[0] == "model":
         return key
-    return f"optimizer.state.{master_slot if path[2] == 'param' else path[2]}.{key}"
+    chain = f"chained_{int('.mlp.experts.' in key)}." if is_chained else ""
+    return f"{chain}optimizer.state.{master_slot if path[2] == 'param' else path[2]}.{key}"
 
 
 def _parts_of_ranks(
@@ -281,11 +315,13 @@ def _is_bucket(fqn: str, path: KeyPath) -> bool:
 
 
 def _why_no_rng(
-    source: Manifest, rng: set[str], grid: TargetGrid, rank_state: Literal["keep", "drop"] | None
+    source: Manifest, rng: set[str], grid: TargetGrid, rank_state: Literal["keep", "drop", "emit"] | None
 ) -> str | None:
     """Why random states are left out, None to keep them."""
     if not rng:
         return None
+    if rank_state == "emit":
+        return _STARTED
     args = source.info.get("args", {})
     grids = {found for fqn in rng if (found := shard_grid(fqn)) is not None}
     before = grids.pop() if len(grids) == 1 else (

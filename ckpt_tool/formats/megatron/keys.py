@@ -28,6 +28,8 @@ _BUCKET = re.compile(
     r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<gbuf>\d+)"
     r"\.dtype_\((?P<param>[\w.]+), (?P<grad>[\w.]+)\)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>\w+)"
 )
+_CHAIN = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
+"""In front of the state of one of several optimizers, dense and experts', until 0.13; the weight tells whose it is."""
 _CHAINED_INSIDE = re.compile(r"optimizer\.(?P<chained>chained_\d+)\.")
 _WRAPPERS = ("module.", "model.")
 
@@ -86,9 +88,12 @@ def named(key: str, prefix: str = "") -> tuple[str, KeyPath]:
 
     >>> named("optimizer.state.fp32_param.output_layer.weight")[0]
     'optimizer.state.param.output_layer.weight'
+    >>> named("chained_1.optimizer.state.exp_avg.output_layer.weight")[0]
+    'optimizer.state.exp_avg.output_layer.weight'
     >>> named("module.output_layer.weight", "module.")
     ('model.output_layer.weight', ('model', 'output_layer.weight'))
     """
+    key = _CHAIN.sub("", key)
     if key.startswith(_STATE) and key.count(".") > 2:
         slot, _, parameter = key.removeprefix(_STATE).partition(".")
         return state_name(slot, parameter.removeprefix(prefix))

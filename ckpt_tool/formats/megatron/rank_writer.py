@@ -20,6 +20,7 @@ from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._torch_file.pieced import PiecedFile, PiecedStorage, StoragePiece
 from ckpt_tool.formats._torch_file.written import check_dtypes, fresh_tensor
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
+from ckpt_tool.formats.megatron.fresh_rng import fresh_random_states
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, OPTIMIZER_FILE, rank_folder
 from ckpt_tool.formats.megatron.rank_target import SLOTS, Flat, Held, RankTarget, rank_targets
@@ -36,7 +37,7 @@ __all__ = ["WRITER", "MegatronLegacyWriter"]
 
 _COMMON = ("args", "checkpoint_version", "iteration")
 _STATE = "_extra_state"
-_NO_RNG = "a random state; per-rank files get none: load them with --no-load-rng"
+_NO_RNG = "a random state of the source's ranks; --rng emit makes those of the start of a run"
 
 
 class MegatronLegacyWriter:
@@ -50,7 +51,7 @@ class MegatronLegacyWriter:
         source: Manifest,
         blobs: Sequence[Blob],
         mesh: Mapping[str, int],
-        rank_state: Literal["keep", "drop"] | None,
+        rank_state: Literal["keep", "drop", "emit"] | None,
     ) -> Mapping[str, str]:
         """Random states, and what is neither a weight nor state of one in its shape.
 
@@ -60,7 +61,7 @@ class MegatronLegacyWriter:
         """
         del mesh
         if rank_state == "keep":
-            raise UsageError("random states are not written to per-rank files", hint="leave out --rank-state keep")
+            raise UsageError("random states are not carried over to per-rank files", hint="--rng emit makes new ones")
         undecoded = source.info.get("optimizer_undecoded")
         is_distributed = source.info.get("optimizer_form") != "not distributed"
         why: dict[str, str] = {}
@@ -111,10 +112,15 @@ class MegatronLegacyWriter:
         grid = TargetGrid.of_request(request)
         iteration, folder = iteration_of(request.info)
         rows = _Rows.of(request.tensors, grid, request.info)
-        common = target_common(request, grid, has_rng=False, iteration=iteration or 0)
+        is_fresh = request.options.fresh_random_states
+        common = target_common(request, grid, has_rng=is_fresh, iteration=iteration or 0)
         root = _legacy_root(common.root)
         states = {str(b.path[1]): b.value for b in request.blobs if len(b.path) == 2 and b.path[0] == "model"}
-        files = [file for rank in rows.ranks for file in _files(folder, rank, grid, request.tensors, root, states)]
+        files = [
+            file
+            for rank in rows.ranks
+            for file in _files(folder, rank, grid, request.tensors, root, states, is_fresh=is_fresh)
+        ]
         file_column, offset = (np.zeros(len(request.boxes), dtype=np.int64) for _ in range(2))
         for number, file in enumerate(files):
             for row, start in file.places():
@@ -126,7 +132,10 @@ class MegatronLegacyWriter:
         )  # fmt: skip
         tracker = ("release" if folder == "release" else str(iteration)).encode()
         entries = (*(FileEntry(file.path, file.zip.nbytes) for file in files), FileEntry(TRACKER, len(tracker)))
-        note = "per-rank files have no random states: load them with --no-load-rng" if folder != "release" else ""
+        is_silent = is_fresh or folder == "release"
+        note = (
+            "" if is_silent else "no random states are written: load with --no-load-rng, or write them with --rng emit"
+        )
         manifest = Manifest(
             self.name, "", request.tensors, chunks, FileTable(entries), info=dict(request.info),
             notes=(*common.notes, *filter(None, [note])),
@@ -270,6 +279,8 @@ def _files(
     tensors: TensorTable,
     root: Mapping[str, Any],
     states: Mapping[str, Any],
+    *,
+    is_fresh: bool,
 ) -> Iterator[PiecedFile]:
     """A rank's files."""
     target = rank.target
@@ -286,6 +297,11 @@ def _files(
         models["model" if len(rank.chunks) == 1 else f"model{number}"] = own
     first = {key: root[key] for key in _COMMON if key in root}
     rest = {key: value for key, value in root.items() if key not in first}
+    if is_fresh:
+        rest["rng_state"], payloads = fresh_random_states(
+            root["args"], grid, target.stage, target.tensor_rank, target.expert_rank, first_key=len(held)
+        )
+        held += [PiecedStorage(len(payload), data=payload) for payload in payloads]
     yield PiecedFile.of(f"{place}/{MODEL_FILE}", {**first, **models, **rest}, held)
     if rank.optimizers:
         yield _optimizer_file(f"{place}/{OPTIMIZER_FILE}", rank.optimizers, root)

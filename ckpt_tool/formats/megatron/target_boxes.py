@@ -38,13 +38,16 @@ def weight_key(path: KeyPath) -> str | None:
     return str(path[3]) if len(path) == 4 and path[:2] == ("optimizer", "state") else None
 
 
-def target_boxes(tensors: TensorTable, grid: TargetGrid, args: Mapping[str, Any]) -> BoxTable:
+def target_boxes(
+    tensors: TensorTable, grid: TargetGrid, args: Mapping[str, Any], *, halves_apart: bool = False
+) -> BoxTable:
     """Boxes of all tensors, spread over the ranks' files so that none has much more bytes than another.
 
     Args:
         tensors: with paths; those that are no weights and no states of one are stored whole.
         grid: the target.
         args: the run's arguments, as far as they are known.
+        halves_apart: have a gate and an up projection in boxes of their own though no rank has a part of them only.
     """
     rules = built_in_rules()
     width = tensors.shape.shape[1]
@@ -54,7 +57,7 @@ def target_boxes(tensors: TensorTable, grid: TargetGrid, args: Mapping[str, Any]
     for row in range(len(tensors)):
         shape = tensors.shape_of(row)
         key = None if tensors.paths is None else weight_key(tensors.paths[row])
-        parts = [1] * len(shape) if key is None else _parts(key, shape, grid, args, rules)
+        parts = [1] * len(shape) if key is None else _parts(key, shape, grid, args, rules, halves_apart=halves_apart)
         offsets, sizes = _cut(shape, parts)
         padding = ((0, 0), (0, width - len(shape)))
         numbers.append(np.full(len(offsets), row, dtype=np.int64))
@@ -69,7 +72,13 @@ def target_boxes(tensors: TensorTable, grid: TargetGrid, args: Mapping[str, Any]
 
 
 def _parts(
-    key: str, shape: tuple[int, ...], grid: TargetGrid, args: Mapping[str, Any], rules: ParallelRules
+    key: str,
+    shape: tuple[int, ...],
+    grid: TargetGrid,
+    args: Mapping[str, Any],
+    rules: ParallelRules,
+    *,
+    halves_apart: bool,
 ) -> list[int]:
     """Into how many equal parts each dimension is cut."""
     parts = [1] * len(shape)
@@ -88,7 +97,7 @@ def _parts(
         return parts
     is_gated = cut == "gated" and _HALF.search(name) is None and args.get("swiglu") is True
     ranks = grid.expert_tensor_size(args) if is_expert else grid.tp
-    n_parts = ranks * (2 if is_gated and ranks > 1 else 1)
+    n_parts = ranks * (2 if is_gated and (ranks > 1 or halves_apart) else 1)
     if shape[dim] and shape[dim] % n_parts == 0:
         parts[dim] = n_parts
     return parts

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import Unsupported
-from ckpt_tool.formats._pickle.nodes import Stub
+from ckpt_tool.formats._pickle.nodes import Global, Stub
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import blob_entry, fresh_tensor
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.megatron.target_boxes import weight_key
+from ckpt_tool.formats.megatron.target_dialect import Dialect, dialect_of
 from ckpt_tool.formats.megatron.target_grid import TargetGrid, target_args
 from ckpt_tool.formats.megatron.target_optimizer import combined, parts_of
 from ckpt_tool.manifest.model import KeyPath
@@ -88,10 +89,23 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
             has_expert_optimizer=_has_experts(paths) and grid.parts_experts(args.state),
         )
     if slots and is_distributed(request.info):
-        flags["dist_ckpt_optim_fully_reshardable"] = True
+        is_old = dialect_of(request.options.mcore_version).is_flattened
+        flags["ckpt_fully_parallel_save" if is_old else "dist_ckpt_optim_fully_reshardable"] = True
+    if dialect_of(request.options.mcore_version).has_common_file:
+        args, unknown = _plain_args(args)
+        if unknown:
+            notes.append(
+                f"{len(unknown)} args of classes that older versions may lack are left out: {', '.join(unknown)}"
+            )
     root["args"] = target_args(args, grid, **flags)
     root["iteration"] = iteration
-    root["content_metadata"] = _content(root, is_distributed=bool(slots) and is_distributed(request.info))
+    dialect = dialect_of(request.options.mcore_version)
+    content = _content(root, dialect, is_distributed=bool(slots) and is_distributed(request.info))
+    root.pop("content_metadata", None)
+    if dialect.has_content:
+        root["content_metadata"] = content
+    if dialect.is_flattened and slots and is_distributed(request.info):
+        _restate(root["optimizer"], dialect.sharding_type)
     return TargetCommon(root, rows, tuple(notes))
 
 
@@ -100,16 +114,40 @@ def _paths(request: WriteRequest) -> Sequence[KeyPath]:
     return [(fqn,) for fqn in tensors.fqns] if tensors.paths is None else tensors.paths
 
 
-def _content(root: Mapping[str, Any], *, is_distributed: bool) -> dict[str, Any]:
+def _plain_args(args: Stub) -> tuple[Stub, list[str]]:
+    """The arguments without those that are of a class of Megatron's, and the names of these."""
+    values = [(name, value if isinstance(value, list) else [value]) for name, value in args.state.items()]
+    unknown = [name for name, held in values if any(_is_of_megatron(one) for one in held)]
+    if not unknown:
+        return args, []
+    copy = type(args).__new__(type(args), *args.args, **args.kwargs)
+    copy.made, copy.entries, copy.items = args.made, args.entries, args.items
+    copy.state = {name: value for name, value in args.state.items() if name not in unknown}
+    return copy, unknown
+
+
+def _is_of_megatron(value: object) -> bool:
+    made_by = value.cls if isinstance(value, Stub) else value
+    return isinstance(made_by, Global) and made_by.module.startswith("megatron")
+
+
+def _restate(entry: dict[Any, Any], sharding_type: str) -> None:
+    """Have the optimizers' entries say in which form their state is."""
+    for part in entry.values() if all(type(key) is int for key in entry) else [entry]:
+        part["param_state_sharding_type"] = sharding_type
+
+
+def _content(root: Mapping[str, Any], dialect: Dialect, *, is_distributed: bool) -> dict[str, Any]:
     """What the loader builds its request from."""
     before = root.get("content_metadata")
     known = before if isinstance(before, Mapping) else {}
     content: dict[str, Any] = {}
     if is_distributed:
-        content["distrib_optim_sharding_type"] = "fully_reshardable"
-        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+        content["distrib_optim_sharding_type"] = dialect.sharding_type
+        if not dialect.is_flattened:
+            content["distrib_optim_fully_reshardable_mem_efficient"] = False
     content["singleton_local_shards"] = known.get("singleton_local_shards", False)
-    content["chained_optim_avoid_prefix"] = True
+    content["chained_optim_avoid_prefix"] = not dialect.has_chained_keys
     return content
 
 

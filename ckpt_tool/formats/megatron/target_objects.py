@@ -16,17 +16,19 @@ from ckpt_tool.formats._dcp.objects import reader_of
 from ckpt_tool.formats._dcp.written_items import object_item
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.load import load_pickle
+from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, fresh_tensor
 from ckpt_tool.formats._zip.directory import read_directory, read_member
 from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
 from ckpt_tool.formats.base import WriteRequest
+from ckpt_tool.formats.megatron.fresh_rng import fresh_random_states
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import TensorTable
 
-__all__ = ["RNG", "TargetObject", "extra_objects", "is_rng", "random_states", "rank_of", "shard_grid"]
+__all__ = ["RNG", "TargetObject", "emitted_states", "extra_objects", "is_rng", "random_states", "rank_of", "shard_grid"]
 
 RNG = "rng_state"
 _SHARD = re.compile(r"rng_state/shard_(\d+)\.(\d+)_(\d+)\.(\d+)")
@@ -100,6 +102,19 @@ def random_states(request: WriteRequest, grid: TargetGrid) -> Iterator[tuple[Tar
                 taken = tuple(rows.get(rank, ()))
                 key = f"{RNG}/shard_{stage}.{tensor_rank}_{grid.pp}.{grid.tp}"
                 yield written_object(key, root, tensors, taken), taken
+
+
+def emitted_states(args: Stub, grid: TargetGrid) -> Iterator[TargetObject]:
+    """Random states of every stage and tensor-parallel rank, as at the start of a run.
+
+    Raises:
+        LayoutError: the arguments do not tell the seed.
+    """
+    for stage in range(grid.pp):
+        for tensor_rank in range(grid.tp):
+            states, payloads = fresh_random_states(args, grid, stage, tensor_rank)
+            layout = ZipLayout(torch_members(dump_pickle([states]), [len(payload) for payload in payloads]))
+            yield TargetObject(f"{RNG}/shard_{stage}.{tensor_rank}_{grid.pp}.{grid.tp}", _filled(layout, payloads))
 
 
 def written_object(key: str, root: Any, tensors: TensorTable, rows: Sequence[int]) -> TargetObject:

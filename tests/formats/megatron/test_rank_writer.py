@@ -128,10 +128,10 @@ def test_what_has_no_place_is_said(tmp_path: Path) -> None:
     """Random states, and state without the distributed optimizer; keeping the former is refused."""
     result = written("td_nodist_t2", tmp_path / "out", tp=2)
     why = {d.fqn: d.why for d in result.dropped}
-    assert "--no-load-rng" in why["rng_state/shard_0.0_1.2"]
+    assert "--rng emit" in why["rng_state/shard_0.0_1.2"]
     assert "megatron-dist keeps it" in why["optimizer.state.exp_avg.output_layer.weight"]
     assert any("--no-load-rng" in note for note in result.notes)
-    with pytest.raises(UsageError, match="random states are not written"):
+    with pytest.raises(UsageError, match="random states are not carried over"):
         written("td_nodist_t2", tmp_path / "no", tp=2, rank_state="keep")
     with pytest.raises(LayoutError, match="is not cut into 3 equal parts"):
         written("legacy_t2p2", tmp_path / "no", tp=3)

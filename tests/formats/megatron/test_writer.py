@@ -351,6 +351,17 @@ def test_megatron_resumes_from_per_rank_files(name: str, mesh: Mesh, run: str, l
     assert_loads(launcher, tmp_path / "out", mesh, f"{run} --fmt torch --extra=--no-load-rng")
 
 
+@pytest.mark.peer
+@pytest.mark.parametrize("to", ["megatron-dist", "megatron-legacy"])
+def test_megatron_starts_from_emitted_random_states(to: str, launcher: Path, tmp_path: Path) -> None:
+    """It asks for states of its own grid, and finds those that were made for it."""
+    mesh: Mesh = {"pp": 4}
+    arguments = {"accumulate_allreduce_grads_in_fp32": False}
+    options: dict[str, Any] = {**mesh, "arguments": arguments, "rank_state": "emit", "durable": False}
+    reshard(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "out", to=to, **options)
+    assert_loads(launcher, tmp_path / "out", mesh, "--pp 4" + (" --fmt torch" if to == "megatron-legacy" else ""))
+
+
 def assert_loads(launcher: Path, root: Path, mesh: Mesh, run: str) -> None:
     """Real Megatron on as many ranks as the mesh has."""
     n_ranks = int(np.prod([size for axis, size in mesh.items() if axis in {"tp", "pp", "dp"}]))
