@@ -110,6 +110,8 @@ class HttpClient:
         """
         connection = self._borrow()
         try:
+            if connection.sock is None:
+                self._connect(connection)
             answer = self._exchange(connection, method, target, headers, body)
             data = self._body(answer, into)
         except BaseException:
@@ -132,6 +134,15 @@ class HttpClient:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        """Connect; what goes wrong names the server."""
+        try:
+            connection.connect()
+        except OSError as error:
+            where = f"{connection.host}:{connection.port}"
+            reason = error.strerror or str(error) or type(error).__name__
+            raise ConnectionError(f"{where} does not answer: {reason}") from error
 
     def _exchange(
         self,

@@ -19,7 +19,7 @@ __all__ = ["N_UPLOADS", "PartFile", "PartUploads"]
 N_UPLOADS = 8
 """Parts on their way at once."""
 _LEAST_MEMORY_BYTES = 256 << 20
-"""Of part buffers, however small the budget: object stores take no small parts."""
+"""What the parts of many files may take in the end, however small the budget: object stores take no small ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class PartUploads:
 
     def __init__(self, place: PartPlace, *, memory_bytes: int) -> None:
         self._place = place
-        self._memory_bytes = max(memory_bytes, _LEAST_MEMORY_BYTES)
+        self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._running: set[Future[None]] = set()
@@ -133,30 +133,43 @@ class PartUploads:
         return -(-part_bytes // limits.multiple) * limits.multiple
 
     def _take_buffer(self, nbytes: int) -> bytearray:
-        with self._lock:
-            for at, spare in enumerate(self._spare):
-                if len(spare) >= nbytes:
-                    return self._spare.pop(at)
-            self._held_bytes += nbytes
-            if self._held_bytes > self._memory_bytes + 2 * N_UPLOADS * nbytes:
-                raise UsageError(
-                    f"so many files are under way at once that their parts need more than "
-                    f"{format_bytes(self._memory_bytes)} of memory",
-                    where=self._place.url,
-                    hint="allow more with --memory, or write to a local folder first",
-                )
+        """A buffer at least that long, once the budget has room: parts on their way are waited for first."""
+        while True:
+            with self._lock:
+                for at, spare in enumerate(self._spare):
+                    if len(spare) >= nbytes:
+                        return self._spare.pop(at)
+                is_over = self._held_bytes + nbytes > self._memory_bytes
+                if is_over and self._spare:
+                    self._held_bytes -= len(self._spare.pop())
+                    continue
+                if not is_over or not self._running:
+                    self._held_bytes += nbytes
+                    break
+            self._wait_for_one()
+        if self._held_bytes > max(self._memory_bytes, _LEAST_MEMORY_BYTES):
+            raise UsageError(
+                f"so many files are under way at once that their parts need more than "
+                f"{format_bytes(self._memory_bytes)} of memory",
+                where=self._place.url,
+                hint="allow more with --memory, or write to a local folder first",
+            )
         return bytearray(nbytes)
+
+    def _wait_for_one(self) -> None:
+        """Wait until some part has arrived."""
+        with self._lock:
+            running = set(self._running)
+        wait(running, return_when=FIRST_COMPLETED)
+        with self._lock:
+            self._running = {future for future in self._running if not future.done()}
+        self._raise_failure()
 
     def _submit(self, file: PartFile, number: int, buffer: bytearray, nbytes: int) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(N_UPLOADS, thread_name_prefix="ckpt-upload")
-        with self._lock:
-            running = set(self._running)
-        if len(running) >= 2 * N_UPLOADS:
-            wait(running, return_when=FIRST_COMPLETED)
-            with self._lock:
-                self._running = {future for future in self._running if not future.done()}
-            self._raise_failure()
+        if len(self._running) >= 2 * N_UPLOADS:
+            self._wait_for_one()
         future = self._pool.submit(self._upload, file, number, buffer, nbytes)
         with self._lock:
             self._running.add(future)

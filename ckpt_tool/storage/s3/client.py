@@ -189,7 +189,7 @@ class S3Client:
         def ask() -> Response:
             answer = self._send(method, key, query=query, headers=headers, body=body, allowed=allowed)
             if checks_body and answer.status == 200 and b"<Error>" in answer.data:
-                raise _failure(replace(answer, status=500))
+                raise _failure(replace(answer, status=500), self.url_of(key))
             return answer
 
         return retried(ask, where=self.url_of(key), on_retry=self.traffic.note_retry)
@@ -239,7 +239,7 @@ class S3Client:
             answer = self._sent_once(method, key, query or {}, headers or {}, body, into)
         if answer.status < 300 or answer.status in allowed:
             return answer
-        raise _failure(answer)
+        raise _failure(answer, f"s3://{self.bucket}")
 
     def _sent_once(
         self,
@@ -277,7 +277,7 @@ class S3Client:
         self._http = HttpClient(endpoint, ca_file=before.ca_file)
 
 
-def _failure(answer: Response) -> Exception:
+def _failure(answer: Response, bucket_url: str) -> Exception:
     """What an answer that is no success means."""
     code, message = answer.headers.get("x-amz-error-code", ""), ""
     if answer.data.lstrip()[:1] == b"<":
@@ -287,7 +287,7 @@ def _failure(answer: Response) -> Exception:
         except ET.ParseError:  # a page of some proxy
             pass
     if code == "NoSuchBucket":
-        return NotFound("no such bucket")
+        return NotFound("no such bucket", where=bucket_url)
     return HttpStatusError(
         answer.status, code or http.client.responses.get(answer.status, ""), message, headers=answer.headers
     )

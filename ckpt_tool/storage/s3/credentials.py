@@ -55,13 +55,15 @@ def read_settings() -> tuple[S3Settings, SettingsSource]:
     """Settings of this process, and the source of its credentials; no request is made.
 
     Raises:
-        UsageError: ``AWS_PROFILE`` names a profile that is not there.
+        UsageError: ``AWS_PROFILE`` names a profile that is not there, or ``AWS_ENDPOINT_URL`` no address.
     """
     profile = _profile()
     region = _first(os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"), profile.get("region"))
     endpoint = _first(
         os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), profile.get("endpoint_url")
     )
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise UsageError(f"expected an http:// or https:// address, got {endpoint!r}", where="AWS_ENDPOINT_URL")
     settings = S3Settings(
         endpoint=(endpoint or f"https://s3.{region or _DEFAULT_REGION}.amazonaws.com").rstrip("/"),
         region=region or _DEFAULT_REGION,
@@ -108,7 +110,7 @@ class SettingsSource:
             granted = place()
             if granted is not None:
                 return granted
-        raise StorageError("no credentials for S3 are found", hint=_HINT)
+        raise StorageError("no credentials for S3 are found", where="environment, ~/.aws", hint=_HINT)
 
 
 def _first(*values: str | None) -> str | None:

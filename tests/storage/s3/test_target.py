@@ -165,7 +165,7 @@ def test_out_of_order(bucket: Bucket) -> None:
 
 def test_many_files_under_way(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of more files than memory holds are an error that says so, not a machine that swaps."""
-    monkeypatch.setattr("ckpt_tool.storage.part_uploads._LEAST_MEMORY_BYTES", 10 * PART)
+    monkeypatch.setattr("ckpt_tool.storage.part_uploads._LEAST_MEMORY_BYTES", 30 * PART)
     target = open_target(URL, **OPTIONS, memory_bytes=1)
     for number in range(50):
         target.create(str(number), 2 * PART)
