@@ -51,6 +51,7 @@ class Saver:
 
     def __init__(self, process_group: Any = None) -> None:
         from ckpt_tool.engine.save.objects import ObjectBytes
+        from ckpt_tool.frameworks.held import HeldStates
 
         self.process_group = process_group
         self.log = OperationLog()
@@ -62,6 +63,8 @@ class Saver:
         self._arenas: list[Arena | None] = [None] * _N_ARENAS
         self._stagers: dict[tuple[int, str, bool], Stager] = {}
         self._object_bytes = ObjectBytes()
+        self._states = HeldStates()
+        self._structure: tuple[tuple[KeyPath, ...], Structure] | None = None
         self._handles: list[SaveHandle] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         self._is_closed = False
@@ -112,6 +115,7 @@ class Saver:
                 self._running().save(replace(command, error=described(error)))
             raise
         self._handles.append(handle)
+        stager.begin(held.views)
         if overlap_staging and async_:
             self._thread.submit(self._stage, stager, held.views, ready, clock, staged)
         else:
@@ -173,19 +177,25 @@ class Saver:
         return self._client
 
     def _held(self, state: Any, extra_state: Mapping[str, Any] | None, on_resize: OnResize) -> _Staged:
-        """What this rank holds, as columns with memory."""
+        """What this rank holds, as columns with memory; the columns of the save before where they are the same."""
         from ckpt_tool.engine.save.staging import structure_of
-        from ckpt_tool.frameworks.held import held_values
 
-        held = held_values(state)
-        values = [*held.values, *self._extra(extra_state, on_resize)]
+        extra = list(self._extra(extra_state, on_resize))
+        extra_paths = tuple(path for path, _ in extra)
+        known = self._states.same(state)
+        if known is not None and self._structure is not None and self._structure[0] == extra_paths:
+            views, values = known
+            return _Staged(self._structure[1], views, [value for _, value in [*values, *extra]])
+        held = self._states.held(state)
         tensors, boxes, views = [], [], []
         for row, tensor in enumerate(held.tensors):
             tensors.append((tensor.path, tensor.dtype, tensor.shape))
             for part in tensor.parts:
                 boxes.append((row, part.box.offsets, part.box.sizes))
                 views.append(part.view)
+        values = [*held.values, *extra]
         structure = structure_of(tensors, boxes, views, [path for path, _ in values])
+        self._structure = (extra_paths, structure)
         return _Staged(structure, views, [value for _, value in values])
 
     def _extra(self, extra_state: Mapping[str, Any] | None, on_resize: OnResize) -> Iterator[tuple[KeyPath, Any]]:
@@ -211,7 +221,7 @@ class Saver:
 
     def _prepared(self, held: _Staged, command: SaveCommand, clock: _Clock) -> tuple[SaveCommand, Stager]:
         """The command with its objects, and a stager for what this rank is to stage."""
-        from ckpt_tool.engine.save.staging import Stager
+        from ckpt_tool.engine.save.staging import Stager, pin
 
         client, structure = self._running(), held.structure
         client.tell(structure)
@@ -226,6 +236,7 @@ class Saver:
             nbytes = _staged_nbytes(structure, rows)
             with clock("allocate", nbytes):
                 arena = self._arena(command.arena, nbytes)
+                pin(arena, held.views)
             stager = self._stagers[key] = Stager(held.views, structure, rows, arena)
         return replace(command, key=structure.key, is_partial=known is not None, objects=objects), stager
 

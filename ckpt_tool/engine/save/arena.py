@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ class Arena:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        self.release: Callable[[], object] | None = None
+        """Called before the memory is given back."""
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         self.memory = memoryview(self._map)
 
@@ -76,6 +79,9 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back, as soon as nothing else has it mapped."""
+        if self.release is not None:
+            self.release()
+            self.release = None
         with suppress(BufferError):  # a tensor still looks into it; the mapping goes with that
             self.memory.release()
             self._map.close()

@@ -18,7 +18,7 @@ from ckpt_tool.engine.save.commands import Structure
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray
 
-__all__ = ["Stager", "dense_strides", "structure_of"]
+__all__ = ["Stager", "dense_strides", "pin", "structure_of"]
 
 _COPIED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
@@ -73,6 +73,16 @@ def dense_strides(view: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(view.stride())
 
 
+def pin(arena: Arena, views: Sequence[torch.Tensor]) -> None:
+    """Lock an arena's pages, without which copies from a CUDA device are slow, if some of ``views`` lie on one."""
+    if arena.release is not None or not any(view.is_cuda for view in views):
+        return
+    address = torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, arena.nbytes, 0)) == 0:
+        arena.release = lambda: runtime.cudaHostUnregister(address)
+
+
 class Stager:
     """Places for the same boxes in one arena, made ready once; holds no tensor of the state between two copies."""
 
@@ -94,8 +104,14 @@ class Stager:
             strides = structure.strides.get(row)
             self._rows.append(row)
             self._targets.append(flat.view(source.shape) if strides is None else flat.as_strided(source.shape, strides))
+        self._before: Any = None
         self._event: Any = None
         self._held: list[torch.Tensor] = []
+
+    def begin(self, views: Sequence[torch.Tensor]) -> None:
+        """Note what the device has been told so far; called by the thread that trains, right before ``start``."""
+        device = next((view.device for view in views if view.is_cuda), None)
+        self._before = None if device is None else torch.cuda.current_stream(device).record_event()
 
     def start(self, views: Sequence[torch.Tensor]) -> None:
         """Copy ``views``, one per box of the structure; on a CUDA device the copies are only begun."""
@@ -107,9 +123,11 @@ class Stager:
             if not any(source.is_cuda for source in sources):
                 torch._foreach_copy_(self._targets, sources)
                 return
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            device = next(source.device for source in sources if source.is_cuda)
+            stream = torch.cuda.Stream(device)
+            if self._before is not None:
+                stream.wait_event(self._before)
+            with torch.cuda.device(device), torch.cuda.stream(stream):
                 torch._foreach_copy_(self._targets, sources, non_blocking=True)
                 self._event = torch.cuda.Event()
                 self._event.record(stream)

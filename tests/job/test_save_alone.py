@@ -1,0 +1,196 @@
+"""Saving in one process: what needs no other rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt_tool
+from ckpt_tool.api.saver import Saver
+from ckpt_tool.engine.save.log import OperationLog
+from ckpt_tool.errors import TargetExists, UnsafePickle, Unsupported, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def saver() -> Iterator[Saver]:
+    """One saver for all tests, as a job has one."""
+    made = Saver()
+    yield made
+    made.close()
+
+
+def save(saver: Saver, state: Any, url: Path, **changes: Any) -> Any:
+    """`ckpt_tool.save` with a saver of its own."""
+    options: dict[str, Any] = {
+        "async_": True, "format": "dcp", "extra_state": None, "on_resize": "keep", "step": None, "overwrite": True,
+        "durable": True, "overlap_staging": False, "timeout_s": 60.0,
+    }  # fmt: skip
+    return saver.save(state, url, **{**options, **changes})
+
+
+def loaded(url: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors as torch loads them."""
+    state = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in like.items()}
+    dcp.load(state, checkpoint_id=url, no_dist=True)
+    return state
+
+
+def test_orders_of_memory(saver: Saver, tmp_path: Path) -> None:
+    """Permuted, sliced, expanded, conjugated and large tensors are saved as their values, whatever their strides."""
+    whole = torch.arange(24 * 36, dtype=torch.float32).reshape(24, 36)
+    state = {
+        "transposed": whole.t(),
+        "permuted": whole.reshape(4, 6, 36).permute(2, 0, 1),
+        "sliced": whole[::3, 5:20],
+        "expanded": torch.arange(5.0).expand(3, 5),
+        "conjugated": torch.complex(whole, whole + 1).conj(),
+        "large": torch.randn(3000, 1500).t(),
+        "parameter": torch.nn.Parameter(torch.randn(3, 4)),
+    }
+    save(saver, state, tmp_path / "a").wait()
+    found = loaded(tmp_path / "a", state)
+    assert [name for name, tensor in state.items() if not torch.equal(tensor.detach(), found[name])] == []
+    save(saver, state, tmp_path / "b").wait()  # staged by what is known of the first
+    found = loaded(tmp_path / "b", state)
+    assert [name for name, tensor in state.items() if not torch.equal(tensor.detach(), found[name])] == []
+
+
+def test_changes_after_the_call(saver: Saver, tmp_path: Path) -> None:
+    """What is saved is what was there when `save` returned, or with overlapped staging when `wait_staged` did."""
+    for overlap in (False, True):
+        state = {"w": torch.ones(2_000_000)}
+        handle = save(saver, state, tmp_path / "s", overlap_staging=overlap)
+        handle.wait_staged()
+        state["w"].zero_()
+        handle.wait()
+        assert loaded(tmp_path / "s", state)["w"].sum() == 2_000_000
+
+
+def test_the_structure_may_change(saver: Saver, tmp_path: Path) -> None:
+    """States that differ in names, shapes, strides or types of the one before are planned anew."""
+    states: list[dict[str, torch.Tensor]] = [
+        {"w": torch.randn(4, 6)},
+        {"w": torch.randn(6, 4).t()},
+        {"w": torch.randn(4, 6).double()},
+        {"w": torch.randn(6, 4)},
+        {"w": torch.randn(4, 6), "b": torch.randn(3)},
+        {"v": torch.randn(4, 6)},
+        {"w": torch.randn(4, 6)},
+    ]
+    for number, state in enumerate(states):
+        save(saver, state, tmp_path / str(number)).wait()
+    for number, state in enumerate(states):
+        found = loaded(tmp_path / str(number), state)
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_values_of_every_save(saver: Saver, tmp_path: Path) -> None:
+    """Values that are no tensors are those of their save, in whatever length."""
+    for number in range(3):
+        state = {"w": torch.ones(3), "step": number, "text": "x" * 1000 * number, "on": number == 1, "zero": -0.0}
+        save(saver, state, tmp_path / str(number), async_=False)
+    for number in range(3):
+        found: dict[str, Any] = {"w": torch.zeros(3), "step": 9, "text": "", "on": None, "zero": 1.0}
+        dcp.load(found, checkpoint_id=tmp_path / str(number), no_dist=True)
+        assert (found["step"], len(found["text"]), found["on"]) == (number, 1000 * number, number == 1)
+        assert str(found["zero"]) == "-0.0"
+
+
+def test_modules_and_optimizers(saver: Saver, tmp_path: Path) -> None:
+    """Modules and optimizers stand for their state dicts; integer keys become text, as DCP has them."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    save(saver, {"model": model, "optim": optimizer}, tmp_path / "m").wait()
+    state = {"model": torch.nn.Linear(3, 2).state_dict(), "optim": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "m", no_dist=True)
+    assert torch.equal(state["model"]["weight"], model.weight)
+    assert "optim.state.0.momentum_buffer" in ckpt_tool.open(tmp_path / "m").manifest.tensors.fqns
+
+
+def test_the_log(saver: Saver, tmp_path: Path) -> None:
+    """Operations of the rank and of its writer process are in the log, as columns, in Arrow and JSON."""
+    result = save(saver, {"w": torch.ones(1000)}, tmp_path / "s", step=17).wait()
+    names = [each.operation for each in result.operations]
+    assert [name for name in ("walk", "stage", "write", "commit") if name not in names] == []
+    assert {each.step for each in result.operations} == {17}
+    written = next(each for each in result.operations if each.operation == "write")
+    assert (written.nbytes, result.payload_nbytes) == (4000, 4000)
+    assert result.nbytes == sum(os.path.getsize(tmp_path / "s" / name) for name in os.listdir(tmp_path / "s"))
+    log = OperationLog(result.operations)
+    log.write(tmp_path / "log.arrow")
+    with pa.memory_map(str(tmp_path / "log.arrow")) as source:
+        assert pa.ipc.open_file(source).read_all().to_pydict() == log.columns()
+    assert set(result.operations) <= set(saver.log.operations)
+
+
+def test_refused(saver: Saver, tmp_path: Path) -> None:
+    """What cannot be saved is refused in the call, and the next save works."""
+    (tmp_path / "file").write_text("")
+    save(saver, {"w": torch.ones(2)}, tmp_path / "good").wait()
+    with pytest.raises(UsageError, match="expected a state dict"):
+        save(saver, torch.ones(2), tmp_path / "a")
+    with pytest.raises(UsageError, match="two entries of the state have this name"):
+        save(saver, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "a")
+    with pytest.raises(UsageError, match="on_resize must be one of"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "a", extra_state={"x": 1}, on_resize="some")
+    with pytest.raises(Unsupported, match="safetensors cannot be written by ranks together"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="safetensors").wait()
+    with pytest.raises(TargetExists, match="is a file"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "file").wait()
+    with pytest.raises(TargetExists, match="is there already"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "good", overwrite=False).wait()
+    save(saver, {"w": torch.ones(2)}, tmp_path / "good").wait()
+    assert sorted(os.listdir(tmp_path)) == ["file", "good"]
+
+
+def test_a_failure_nobody_waited_for(saver: Saver, tmp_path: Path) -> None:
+    """The next save warns of it, once."""
+    (tmp_path / "file").write_text("")
+    handle = save(saver, {"w": torch.ones(2)}, tmp_path / "file")
+    while not handle.done():
+        pass
+    with pytest.warns(RuntimeWarning, match="file failed: .*is a file"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "a").wait()
+    save(saver, {"w": torch.ones(2)}, tmp_path / "a").wait()
+
+
+@pytest.mark.parametrize(
+    ("policy", "rank", "size", "expected"),
+    [
+        ("keep", 0, 1, {"n": 3}), ("keep", 0, 2, {"n": 3}), ("keep", 1, 2, {}), ("drop", 0, 1, {"n": 3}),
+        ("drop", 0, 2, {}), ("rank0", 1, 2, {"n": 3}),
+    ],
+)  # fmt: skip
+def test_extra_state_in_another_world(
+    saver: Saver, tmp_path: Path, policy: str, rank: int, size: int, expected: dict[str, int]
+) -> None:
+    """With as many ranks each gets its own; otherwise what the save said."""
+    save(saver, {"w": torch.ones(2)}, tmp_path / "s", extra_state={"n": 3}, on_resize=policy).wait()
+    assert ckpt_tool.load_extra_state(tmp_path / "s", rank, size) == expected
+
+
+def test_extra_state_of_any_class(saver: Saver, tmp_path: Path) -> None:
+    """Objects of other classes come back where the caller trusts them, and are refused otherwise."""
+    save(saver, {"w": torch.ones(2)}, tmp_path / "s", extra_state={"path": Path("/a"), "n": 1}).wait()
+    with pytest.raises(UnsafePickle, match="path: holds objects"):
+        ckpt_tool.load_extra_state(tmp_path / "s", 0, 1)
+    assert ckpt_tool.load_extra_state(tmp_path / "s", 0, 1, trusted=True) == {"path": Path("/a"), "n": 1}
+
+
+def test_the_writer_process_has_no_torch() -> None:
+    """It starts in a fraction of a second, and holds none of torch's memory."""
+    code = "import sys, ckpt_tool.engine.save.process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
