@@ -44,7 +44,8 @@ class FlaxReader(ResolvedReader):
         try:
             paths = _paths(source)
         except NotFound as error:
-            return Probe(0.0, error.message)
+            has_some = any(path.endswith(_SUFFIX) for path in source.listing.paths)
+            return Probe(0.1 if has_some else 0.0, error.message)
         head = source.head(paths[0], 1)
         if not head or head[0] not in _MAP_HEADS:
             return Probe(0.0, f"{paths[0]} does not begin as a map of MessagePack")
@@ -102,7 +103,7 @@ def _paths(source: Source) -> list[str]:
     checkpoints = [path for path in source.listing.match("checkpoint*") if _CHECKPOINT.fullmatch(path)]
     if not found and len(checkpoints) == 1:
         return checkpoints
-    raise NotFound(f"{len(found):,} .msgpack files at the top, expected one, or those of one model")
+    raise NotFound(f"{len(found):,} .msgpack files at the top, expected one, or those of one model: name one")
 
 
 def _missing(paths: Sequence[str]) -> list[str]:

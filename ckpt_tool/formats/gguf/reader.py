@@ -39,7 +39,8 @@ class GgufReader(ResolvedReader):
         try:
             paths = _paths(source)
         except NotFound as error:
-            return Probe(0.0, error.message)
+            has_some = any(path.endswith(_SUFFIX) for path in source.listing.paths)
+            return Probe(0.1 if has_some else 0.0, error.message)
         if not source.head(paths[0], 4).startswith(MAGIC):
             return Probe(0.0, f"{paths[0]} does not begin with GGUF")
         return Probe(0.95, f"{paths[0]} begins with GGUF")
@@ -100,7 +101,7 @@ def _paths(source: Source) -> list[str]:
     splits = {(m["stem"], m["count"]) for path in found if (m := _SPLIT.fullmatch(path))}
     if len(found) == 1 or (len(splits) == 1 and all(_SPLIT.fullmatch(path) for path in found)):
         return found
-    raise NotFound(f"{len(found):,} .gguf files at the top, expected one, or those of one split model")
+    raise NotFound(f"{len(found):,} .gguf files at the top, expected one, or those of one split model: name one")
 
 
 def _header(source: Source, path: str) -> Header:

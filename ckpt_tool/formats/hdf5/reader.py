@@ -45,7 +45,8 @@ class Hdf5Reader(ResolvedReader):
         try:
             path = _path(source)
         except NotFound as error:
-            return Probe(0.0, error.message)
+            has_some = any(path.endswith(_SUFFIXES) for path in source.listing.paths)
+            return Probe(0.1 if has_some else 0.0, error.message)
         head = source.head(path, 8)
         if head == MAGIC:
             return Probe(0.95, f"{path} begins as HDF5 does")
@@ -97,7 +98,7 @@ def _path(source: Source) -> str:
         return source.listing.entry
     found = [path for path in source.listing.paths if "/" not in path and path.endswith(_SUFFIXES)]
     if len(found) != 1:
-        raise NotFound(f"{len(found):,} files {' '.join(_SUFFIXES)} at the top, expected one")
+        raise NotFound(f"{len(found):,} files {' '.join(_SUFFIXES)} at the top, expected one: name one")
     return found[0]
 
 

@@ -50,7 +50,7 @@ class NpzReader(ResolvedReader):
         entry = source.listing.entry
         paths = [entry] if entry is not None else list(source.listing.match("*" + SUFFIX))
         if len(paths) != 1:
-            return Probe(0.0, f"{len(paths)} .npz files at the top, expected one")
+            return Probe(0.1 if paths else 0.0, f"{len(paths)} .npz files at the top, expected one: name one")
         path = paths[0]
         if not source.head(path, 4).startswith(_ZIP):
             return Probe(0.0, f"{path} is no zip")
