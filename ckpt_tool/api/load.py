@@ -155,6 +155,7 @@ class _Loading:
     def __init__(self, group: Group, url: str, options: _Options) -> None:
         self._group, self._url, self._options = group, url, options
         self._store: Store | None = None
+        self._landings: dict[int, Landing] | None = None
 
     def run(self, state: Any) -> LoadReport:
         started = time.perf_counter()
@@ -237,7 +238,9 @@ class _Loading:
             manifest = found.replace(blobs=manifest.blobs)
         choice = choose_exchange(options.exchange, manifest, everyone, self._payload(manifest), group, hosts)
         moves, failure = _attempt(lambda: self._moves(choice, manifest, everyone, landings, hosts))
-        group.agree(failure)
+        if failure is not None:
+            group.agree(failure)  # whatever the exchange, the others agree next, before it or once they have read
+        self._landings = landings
         stamp = shared.stamp if shared.is_leader else None
         return Known(
             _fingerprint(shared.digest, everyone, choice), stamp, target, unexpected, manifest.files, manifest.blobs,
@@ -253,7 +256,7 @@ class _Loading:
         )  # fmt: skip
 
     def _move(self, known: Known, live: LiveState, hosts: Hosts) -> Moved:
-        made, failure = _attempt(lambda: (known.target.landings(live), self._store_of(known.files)))
+        made, failure = _attempt(lambda: (self._landings or known.target.landings(live), self._store_of(known.files)))
         if failure is not None or known.moves.exchange != "none":
             self._group.agree(failure)
         landings, store = made

@@ -138,6 +138,10 @@ def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes
     width = (rows.shape[1] - 1) // 2
     tensor, offsets, sizes = rows[:, 0], rows[:, 1 : 1 + width], rows[:, 1 + width :]
     bits = manifest.tensors.bits
+    live = (sizes > 0).all(axis=1)
+    if is_packed_in(sizes[live], manifest.tensors.shape[tensor[live]]).all():
+        # A run of its tensor is a run of each chunk as well, however that is cut: there are no gaps.
+        return [int(_box_bytes(manifest, mine).sum()) for mine in everyone], _distinct_bytes(manifest, rows)
     chunks = manifest.chunks
     chunk_tensor = chunks.tensor.astype(np.int64)
     stored = np.unique(exact_duplicates(chunks.offsets, chunks.sizes, chunk_tensor))

@@ -25,6 +25,8 @@ __all__ = ["Group"]
 
 _MAX_TEXT_BYTES = 1 << 20
 _HEAD_BYTES = 128 << 10  # of a broadcast whose length only the first rank knows; most end within it
+_FEW_NUMBERS = 2_048  # go with the number of rows that follow: most states have few boxes
+_FEW_NUMBERS_OF_ALL = 1 << 18
 _SOURCE_LINE = re.compile(r"^\[[^\]]*\] *")  # that gloo puts in front of what it says
 _KINDS: dict[str, type[CkptError]] = {
     kind.__name__: kind for child in CkptError.__subclasses__() for kind in (child, *child.__subclasses__())
@@ -88,16 +90,21 @@ class Group:
     def gather_noting(
         self, rows: npt.NDArray[np.int64], note: int, failure: BaseException | None
     ) -> tuple[list[npt.NDArray[np.int64]], list[int]]:
-        """The rows and the note of every rank. Two collectives.
+        """The rows and the note of every rank. One collective, two where some rank has many rows.
 
         Raises:
             CkptError: some rank has a ``failure``; its rows are not looked at.
         """
-        headers = self.gather_row([len(rows), note], failure)
         if self.size == 1:
+            self.agree(failure)
             return [rows], [note]
         width = rows.shape[1]
+        room = min(_FEW_NUMBERS, _FEW_NUMBERS_OF_ALL // self.size)
+        few = rows.reshape(-1)[:room].tolist()
+        headers = self.gather_row([len(rows), note, *few, *[0] * (room - len(few))], failure)
         counts, notes = headers[:, 0].tolist(), headers[:, 1].tolist()
+        if max(counts) * width <= room:
+            return [headers[rank, 2 : 2 + n * width].reshape(n, width) for rank, n in enumerate(counts)], notes
         padded = np.zeros((max(counts), width), dtype=np.int64)
         padded[: len(rows)] = rows
         if not padded.size:
