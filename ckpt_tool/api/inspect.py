@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.megatron_run import run_facts
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.codec import to_json
 from ckpt_tool.manifest.model import Blob, Manifest, MeshInfo
@@ -110,6 +111,11 @@ class Inspection:
     def mesh(self) -> MeshInfo | None:
         """The mesh that wrote it, as far as the files tell."""
         return self.manifest.mesh
+
+    @property
+    def run_facts(self) -> list[tuple[str, str]]:
+        """Label and text of what a checkpoint of Megatron tells of its run; none for others."""
+        return run_facts(self.manifest)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -34,10 +34,11 @@ def header_lines(found: Inspection, *, width: int) -> list[Line]:
     writer = _writer(found)
     if writer:
         facts.append(("written", writer))
-    facts += [("tensors", _counts(found)), ("bytes", _bytes(found))]
+    facts += [*found.run_facts, ("tensors", _counts(found)), ("bytes", _bytes(found))]
     lines = [line(Span(found.url, "bold"))]
+    label_width = max(_LABEL_WIDTH, *(len(label) + 2 for label, _ in facts))
     for label, text in facts:
-        lines += wrap(text, width, line("  ", Span(label.ljust(_LABEL_WIDTH), "cyan")), " " * (_LABEL_WIDTH + 2))
+        lines += wrap(text, width, line("  ", Span(label.ljust(label_width), "cyan")), " " * (label_width + 2))
     return [*lines, line(), *_totals(found, width), line()]
 
 

@@ -1,0 +1,87 @@
+"""What the run behind a Megatron checkpoint was like, in lines for people.
+
+Who had which layers and experts, in which form the optimizer's state is, and what can be made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_tool.manifest.model import Manifest
+
+__all__ = ["run_facts"]
+
+_SIZES = (
+    ("TP", "tensor_model_parallel_size"), ("PP", "pipeline_model_parallel_size"),
+    ("VPP", "virtual_pipeline_model_parallel_size"), ("EP", "expert_model_parallel_size"),
+    ("ETP", "expert_tensor_parallel_size"), ("CP", "context_parallel_size"), ("DP", "data_parallel_size"),
+)  # fmt: skip
+
+
+def run_facts(manifest: Manifest) -> list[tuple[str, str]]:
+    """Label and text of each line; none for checkpoints that are not Megatron's.
+
+    A fact that the checkpoint does not tell is named as such.
+    """
+    return list(_facts(manifest)) if manifest.format.startswith("megatron") else []
+
+
+def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    info = manifest.info
+    args = info.get("args")
+    args = args if isinstance(args, Mapping) else {}
+    sizes = [f"{label} {args[name]}" for label, name in _SIZES if args.get(name)]
+    yield "parallel", " ".join(sizes) if sizes else "not known: no args of the run were saved"
+    stages = info.get("layer_stages")
+    if stages:
+        text = "; ".join(f"stage {number}: {_ranges(layers)}" for number, layers in enumerate(stages))
+        yield "layers", text
+    experts = args.get("num_experts")
+    if isinstance(experts, int) and experts:
+        n_ranks = args.get("expert_model_parallel_size") or 1
+        size = experts // n_ranks
+        owners = (f"EP rank {rank}: {_ranges(range(rank * size, (rank + 1) * size))}" for rank in range(n_ranks))
+        yield "experts", f"{experts:,}; {'; '.join(owners)}"
+    yield "optimizer", _optimizer(info)
+    yield "reshards", _reshards(manifest)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers with runs drawn together.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "none"
+
+
+def _optimizer(info: Mapping[str, Any]) -> str:
+    form = info.get("optimizer_form")
+    if form is None:
+        return "no state"
+    return f"{form}, in the form of its buffers" if info.get("optimizer_undecoded") else str(form)
+
+
+def _reshards(manifest: Manifest) -> str:
+    """What can be written, and the fact that is missing where not all can."""
+    info = manifest.info
+    missing = info.get("missing_files")
+    if missing:
+        return f"none before these files are there: {', '.join(map(str, missing[:3]))}"
+    undecoded = info.get("optimizer_undecoded")
+    if undecoded:
+        return f"weights to any TP, PP, VPP, EP and DP; the optimizer's state to none: {undecoded}"
+    args = info.get("args")
+    if not isinstance(args, Mapping):
+        return "tensors to any layout but Megatron's own, which need the run's args: none were saved"
+    what = "weights" if info.get("optimizer_form") is None else "weights and optimizer"
+    if info.get("optimizer_form") == "not distributed":
+        return f"{what} to any TP, PP, VPP, EP and DP (--to megatron-dist); weights alone to megatron-legacy"
+    return f"{what} to any TP, PP, VPP, EP and DP (--to megatron-dist, megatron-legacy)"
