@@ -151,7 +151,11 @@ class Conversion:
         execution = self.execution
         share = execution.share
         if share is not None and share.index and not is_local(self.target_url):
-            raise UsageError("several processes write into one local or shared folder only", where=self.target_url)
+            raise UsageError(
+                "several processes write into one local or shared folder only",
+                where=self.target_url,
+                hint="the first process writes there alone with --split 0/1",
+            )
         target = open_target(
             self.target_url,
             overwrite=execution.overwrite,

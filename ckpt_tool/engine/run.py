@@ -57,7 +57,7 @@ def run_plan(
         raise UsageError(
             "several processes write into one local or shared folder only",
             where=target.url,
-            hint="run one process, which has as many threads as are asked for with --workers",
+            hint="run one process (--split 0/1), which has as many threads as are asked for with --workers",
         )
     try:
         if share is None or not share.index:
