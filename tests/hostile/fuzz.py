@@ -46,6 +46,8 @@ MEMORY_BYTES = 3 << 30
 MAX_S = 10
 _CHECKED = (".pt", ".bin", ".distcp", ".ckpt", ".pth")
 """Zips, of whose content each byte has a checksum."""
+_UNCHECKED = ("bytecheckpoint/ddp_2r", "torch/dcp_safetensors")
+"""Whose items are bytes alone, or safetensors, though the names of their files are those of zips."""
 _RUNS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "ctypes.dlopen")
 
 
@@ -147,7 +149,7 @@ def _false_whole(folder: Path, path: Path, truth: dict[str, ContentDigest]) -> I
 def _false_salvage(folder: Path, path: Path, truth: dict[str, ContentDigest]) -> Iterator[str]:
     """Something was saved as whole that is not what it was, though a checksum covers it."""
     done = salvage(folder, f"{folder}-out", overwrite=True, durable=False, n_workers=1)
-    if path.suffix not in _CHECKED or folder.parent.name == "bytecheckpoint":  # whose files are bytes alone
+    if path.suffix not in _CHECKED or str(folder).endswith(_UNCHECKED):
         return
     found = read_manifest(f"{folder}-out.digests.json").tensors
     alike = [f for f in found if f in truth and truth[f].shape == found[f].shape and truth[f].dtype == found[f].dtype]
