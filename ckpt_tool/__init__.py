@@ -13,11 +13,13 @@ __all__: list[str] = ["__version__"]
 
 _EXPORTS: dict[str, tuple[str, str]] = {
     "Checkpoint": ("ckpt_tool.api.checkpoint", "Checkpoint"),
+    "NameChanges": ("ckpt_tool.api.edit_names", "NameChanges"),
     "TensorView": ("ckpt_tool.api.checkpoint", "TensorView"),
     "cat": ("ckpt_tool.api.cat", "cat"),
     "clean": ("ckpt_tool.api.clean", "clean"),
     "diff": ("ckpt_tool.api.diff", "diff"),
     "digests": ("ckpt_tool.api.digest", "digests"),
+    "edit": ("ckpt_tool.api.edit", "edit"),
     "export": ("ckpt_tool.api.export", "export"),
     "inspect": ("ckpt_tool.api.inspect", "inspect"),
     "ls": ("ckpt_tool.api.ls", "ls"),
@@ -27,6 +29,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     "plan_export": ("ckpt_tool.api.export", "prepare_export"),
     "plan_reshard": ("ckpt_tool.api.reshard", "prepare_reshard"),
     "reshard": ("ckpt_tool.api.reshard", "reshard"),
+    "salvage": ("ckpt_tool.api.salvage", "salvage"),
     "save": ("ckpt_tool.api.save", "save"),
     "shard_map": ("ckpt_tool.api.shard_map", "shard_map"),
     "stream": ("ckpt_tool.api.stream", "stream"),

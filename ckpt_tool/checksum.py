@@ -1,8 +1,7 @@
 """CRC-32 of byte ranges, and of ranges put together; CRC-32C. Knows nothing of files.
 
-The polynomial of CRC-32 is the one of zlib, zip and gzip, that of CRC-32C Castagnoli's (RFC 3720). ``isal`` (some ten
-times faster than many builds of zlib) is used for the former where it is importable; the machines without a wheel of it
-fall back to zlib.
+The polynomial of CRC-32 is the one of zlib, zip and gzip, that of CRC-32C Castagnoli's (RFC 3720). ``isal`` (several
+times as fast as zlib) is used for the former where it is importable; machines without a wheel of it fall back to zlib.
 """
 
 from __future__ import annotations
