@@ -5,6 +5,7 @@
 #   make check   lint and types only
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
+#   make test-orbax      Orbax restores what is read here, sharded over eight virtual devices (an environment of its own)
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
 #   make test-cuda  loading into the memory of a GPU
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron clean test-job test-storage test-cuda bench-job
+.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron test-orbax clean test-job test-storage test-cuda bench-job
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -68,6 +69,15 @@ test-megatron: $(INSTALLED) $(PEERS)/.installed
 	CKPT_PEER_MEGATRON="$(CURDIR)/$(PEERS)/bin/python" CKPT_PEER_TRANSFORMERS="$(CURDIR)/$(PEERS)/bin/python" \
 	CKPT_PEER_MEGATRON_012="$(CURDIR)/$(PEERS)/mcore-0.12.3" \
 	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py tests/consumers/test_hf_names.py
+
+ORBAX := $(VENV)-orbax/bin/python
+
+$(ORBAX):
+	$(PYTHON) -m venv $(VENV)-orbax
+	$(ORBAX) -m pip install --quiet orbax-checkpoint==0.12.8
+
+test-orbax: $(INSTALLED) $(if $(CKPT_PEER_ORBAX),,$(ORBAX))
+	CKPT_PEER_ORBAX=$(or $(CKPT_PEER_ORBAX),$(CURDIR)/$(ORBAX)) $(BIN)/pytest -m peer tests/consumers/test_orbax.py
 
 test-job: $(INSTALLED)
 	for size in 1 2 3 4; do \
