@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 import ckpt_tool
 
 WIDTH = 1024
+PEER_MAKE = Path(__file__).parents[2] / "fixtures/torch_checkpointing/make"
 Moments = tuple[float, float]
 """When the call returned, and when the state could be changed; seconds from the start."""
 
@@ -151,6 +153,8 @@ class Ways:
 
 def peer_manager() -> Any:
     """A manager of torch-checkpointing 0.1.1 for two items."""
+    sys.path.insert(0, str(PEER_MAKE))
+    importlib.import_module("_cpu").patch()  # it asks for a GPU
     peer = importlib.import_module("torch_checkpointing")
     config = importlib.import_module("torch_checkpointing.config")
     resharder = importlib.import_module("torch_checkpointing.default_resharder").DefaultResharder
