@@ -265,8 +265,7 @@ class _RemoteLog:
 
     def delete(self, *, keep: int = 0) -> None:
         """Begin anew, or with ``keep`` after the first so many additions."""
-        for path in self._paths[keep:]:
-            self._place.delete(path)
+        fetch_all(self._place.delete, self._paths[keep:], concurrency=N_UPLOADS)
         self._paths = self._paths[:keep]
 
 
