@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from ckpt_tool.errors import TargetExists
-from ckpt_tool.storage import kernel, local_target
+from ckpt_tool.storage import kernel, renaming
 from ckpt_tool.storage.local_target import LocalTarget
 
 OLD = {"a.bin": b"old", "sub/old.bin": b"old"}
@@ -64,7 +64,7 @@ def die_before(number: int) -> None:
     os.fsync = os.fdatasync = lambda fd: None
     for name in CALLS:
         setattr(os, name, deadly(getattr(os, name)))
-    vars(local_target)["exchange"] = deadly(vars(local_target)["exchange"])
+    vars(renaming)["exchange"] = deadly(vars(renaming)["exchange"])
 
 
 def run_once(final: str, number: int, *, overwrite: bool) -> dict[str, Any]:
@@ -79,10 +79,16 @@ def run_once(final: str, number: int, *, overwrite: bool) -> dict[str, Any]:
                 file.write(data)
     pid = os.fork()
     if pid == 0:
-        die_before(number)
-        write_new(final, overwrite=overwrite)
+        try:
+            die_before(number)
+            write_new(final, overwrite=overwrite)
+        except BaseException:  # noqa: BLE001 - a fault of this script must not pass for a kill
+            os._exit(1)
         os._exit(0)
-    is_dead = os.waitpid(pid, 0)[1] != 0
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise SystemExit("the run failed by itself")
+    is_dead = status != 0
     left = {name: contents(final + name) for name in ("", ".partial", ".replaced")}
     went_on = "not needed"
     if left[""] != "new":
@@ -98,7 +104,7 @@ def run_once(final: str, number: int, *, overwrite: bool) -> dict[str, Any]:
 def main(final: str, old: str, swap: str) -> None:
     """Every number until a run survives."""
     if swap == "rename":
-        vars(local_target)["exchange"] = lambda _first, _second: False
+        vars(renaming)["exchange"] = lambda _first, _second: False
     kernel.fallocate(0, 0)
     for number in itertools.count(1):
         outcome = run_once(final, number, overwrite=old == "overwrite")

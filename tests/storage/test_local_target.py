@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
-from ckpt_tool.storage import local_target
+from ckpt_tool.storage import renaming
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
 from ckpt_tool.storage.target import open_target
 
@@ -98,7 +98,7 @@ def test_overwrite_keeps_the_old_until_the_new_is_in_place(
     (tmp_path / "out").mkdir()
     (tmp_path / "out/old").write_bytes(b"old")
     if not has_exchange:
-        monkeypatch.setattr(local_target, "exchange", lambda _first, _second: False)
+        monkeypatch.setattr(renaming, "exchange", lambda _first, _second: False)
     target = start(tmp_path / "out", overwrite=True)
     target.create("new", 3)
     target.write("new", 0, b"new")
