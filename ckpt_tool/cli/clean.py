@@ -24,8 +24,8 @@ MinAge = Annotated[
 def clean(run: Run, *, delete: Delete = False, min_age: MinAge = 10, json: Json = False, quiet: Quiet = False) -> None:
     """List what killed saves and conversions left behind; remove it.
 
-    Looks only at folders that this tool has marked as unfinished, and removes them with --delete only. Checkpoints are not
-    touched, complete or not.
+    Looks only at folders that this tool has marked as unfinished, and removes them with --delete only. Checkpoints are
+    not touched, complete or not.
 
     With --json: schema "ckpt-tool/clean/1": url, removed, leftovers [{path, nbytes, n_files, modified, is_recent}].
     """
