@@ -55,6 +55,7 @@ def run_page(rank: int, world_size: int, rendezvous: str, out: str) -> None:
             ),
             "Megatron's way: sharded state dicts": _megatron(code["Megatron's way: sharded state dicts"], out),
             "A published model into a sharded one": _published(code["A published model into a sharded one"], out),
+            "Saving beside the training": _saved(code["Saving beside the training"], f"{out}/run"),
         }
         everything: dict[str, Any] = {**told, "blocks": sorted(code)}
         Path(f"{out}/{rank}.json").write_text(json.dumps(everything), encoding="utf-8")
@@ -95,6 +96,25 @@ def _plain(code: str, folder: str) -> bool:
     exec(code, space)
     found = dict(zip(("model", "optim"), get_state_dict(other, fresh), strict=True))
     return bool(_full(found) == _full(saved) and space["step"] == 5)
+
+
+def _saved(code: str, run: str) -> bool:
+    model, optimizer, _ = _trained(0)
+    states = []
+
+    def train_step() -> None:
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        states.append(_full(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))))
+
+    exec(code, {"model": model, "optimizer": optimizer, "run": run, "train_step": train_step})
+    loaded = []
+    for step in range(1, 4):
+        other, fresh, _ = _trained(1)
+        found = dict(zip(("model", "optim"), get_state_dict(other, fresh), strict=True))
+        dcp.load(found, checkpoint_id=f"{run}/step-{step}")
+        loaded.append(_full(found))
+    return loaded == states
 
 
 def _objects(code: str, folder: str) -> bool:
