@@ -11,6 +11,7 @@ from ckpt_tool.formats._folder import folder_content, kinds_of_files
 from ckpt_tool.formats.base import Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
+from ckpt_tool.storage.tar import TarStore
 
 __all__ = ["detect"]
 
@@ -114,8 +115,9 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     top = [path for path in source.listing.sizes if "/" not in path]
     likely = [each for each in probes if each[0].confidence > 0 or any(path in each[0].why for path in top)]
     likely = likely or probes[-1:]
+    place = "a tar archive with " if isinstance(source.store, TarStore) else ""
     return NotFound(
-        f"no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({_reasons(likely)})",
+        f"{place}no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({_reasons(likely)})",
         where=url,
         hint="ckpt formats lists what is read",
     )

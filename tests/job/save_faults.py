@@ -125,17 +125,19 @@ def _order(found: dict[str, Any], out: str, rank: int) -> None:
 
 
 def lost_rank(rank: int, size: int, rendezvous: str, out: str) -> None:
-    """A good save; then the last rank dies while its bytes are written but nobody has heard of it."""
+    """A good save; then the last rank dies, and the process beside it before it has begun to write.
+
+    That process outlives its rank by a moment, in which it may complete a small save: so it dies with it.
+    """
     with joined(rank, size, rendezvous, is_lost=True):
         ckpt_tool.save(state_of(1.0), f"{out}/step-1").wait()
-        if rank == 0:
+        if rank == size - 1:
             os.kill(writer_pid(), signal.SIGSTOP)
         dist.barrier()
         handle = ckpt_tool.save(state_of(2.0), f"{out}/step-2", timeout_s=TIMEOUT_S)
         if rank == size - 1:
+            os.kill(writer_pid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0:
-            os.kill(writer_pid(), signal.SIGCONT)
         Path(f"{out}.{rank}.json").write_text(json.dumps(told(handle.wait)), encoding="utf-8")
         os._exit(0)
 

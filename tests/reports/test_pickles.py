@@ -92,17 +92,20 @@ class TestR46Containers:
 
     @pytest.mark.parametrize("beside", [False, True])
     def test_what_is_no_checkpoint(self, ckpt: Ckpt, tmp_path: Path, beside: bool) -> None:
-        """A real tar archive, and a pickle without tensors, are named, also where a checkpoint lies beside them."""
-        torch.save({"w": torch.ones(1)}, tmp_path / "inner")
+        """A pickle without tensors is named, and so is a tar archive of something else, also beside a checkpoint."""
+        (tmp_path / "inner").write_bytes(b"log")
         with tarfile.open(tmp_path / "real.pth.tar", "w") as archive:
             archive.add(tmp_path / "inner", arcname="inner")
         (tmp_path / "inner").unlink()
         (tmp_path / "plain.pt").write_bytes(pickle.dumps({"a": 1, "b": [1, 2]}))
         if beside:
             (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-        for name, kind in (("real.pth.tar", "is a tar archive"), ("plain.pt", "is a pickle")):
+        for name, said in (
+            ("real.pth.tar", "a tar archive with no known checkpoint format among 1 without an ending"),
+            ("plain.pt", "is a pickle, which is no checkpoint"),
+        ):
             refused = ckpt("inspect", tmp_path / name)
-            assert (refused.status, f"{name}: {kind}, which is no checkpoint" in refused.err) == (3, True)
+            assert (refused.status, f"{name}: {said}" in refused.err) == (3, True)
 
 
 @pytest.mark.parametrize(("keep", "whole"), [(0.1, 0), (0.5, 4), (0.8, 7), (-1, 9), ("directory", 9)])
