@@ -21,7 +21,6 @@ from ckpt_tool.api.conversion import (
     manifest_url_for,
     whole_boxes,
 )
-from ckpt_tool.api.processes import processes, shared_options
 from ckpt_tool.api.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.selection import select_tensors
@@ -236,6 +235,8 @@ def reshard(
     which must not run again when imported.
     """
     if n_processes > 1:
+        from ckpt_tool.api.processes import processes, shared_options  # 5 ms of start-up that few runs need
+
         shared = shared_options({"source": source, "target": target, **options}, n_processes)
         with processes(prepare_reshard, shared, n_processes) as share:
             return _run(prepare_reshard(**shared, share=share), progress)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -62,7 +61,7 @@ class Leader(AbstractContextManager["Leader"]):
         self._root = Path(root)
         self._fingerprint = fingerprint
         self._has_digests = has_digests
-        self._token = secrets.token_hex(8)
+        self._token = os.urandom(8).hex()
         self._file: LockedFile | None = None
 
     def _journal(self, name: str) -> Journal:

@@ -9,7 +9,6 @@ table says which bytes are coded and how.
 from __future__ import annotations
 
 import io
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +116,8 @@ class _Spool:
     def opened(self) -> IO[bytes]:
         """The file."""
         if self.file is None:
+            import tempfile  # 3 ms of start-up, for compressed members only
+
             self.file = tempfile.TemporaryFile(prefix="ckpt-decoded-")  # noqa: SIM115 - closed with the store
         return self.file
 
@@ -319,6 +320,8 @@ class DecodedStore:
                 spool.seek(offset)
                 spool.write(block)
         except OSError as error:
+            import tempfile
+
             hint = "set TMPDIR to a folder with more room, or allow more memory"
             message = f"no room for {len(block):,} decoded bytes at {offset:,}: {error}"
             raise StorageError(message, where=tempfile.gettempdir(), hint=hint) from error

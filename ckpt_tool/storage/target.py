@@ -11,7 +11,6 @@ from typing import Protocol
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
-from ckpt_tool.storage.part_target import PartTarget
 from ckpt_tool.storage.parts import Bytes, PartPlace
 from ckpt_tool.storage.urls import is_local, scheme_of
 
@@ -122,6 +121,8 @@ def open_target(
         )
     place = _part_place(text, single_file=single_file)
     if place is not None:
+        from ckpt_tool.storage.part_target import PartTarget  # local targets do without its 6 ms
+
         return PartTarget(place, overwrite=overwrite, resume=resume, single_file=single_file, memory_bytes=memory_bytes)
     from ckpt_tool.storage.stream_target import StreamTarget  # fsspec costs 80 ms of start-up
 
