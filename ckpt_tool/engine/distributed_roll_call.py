@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 __all__ = ["RollCall", "next_number"]
 
 _SECONDS = 5.0
+_LINGER_SECONDS = 2.0
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -46,6 +47,7 @@ class RollCall:
             silent = [rank for rank in range(self._size) if not self._has_told(store, rank)]
             gone = [rank for rank in self.ended() if rank in silent]
             if gone:
+                self._leave(store, gone)
                 return f"rank {gone[0]} has ended"
             if not silent:
                 break
@@ -55,27 +57,40 @@ class RollCall:
         first = min(rank for rank in range(self._size) if rank != self._rank)
         return f"rank {first} gave up: {self._told(store, first)}" if store is not None else said
 
+    def _leave(self, store: Any, gone: Sequence[int]) -> None:
+        """Say that this rank knows enough. The first rank, which serves the store, waits for the others to say so.
+
+        Otherwise its own end, once it has raised, would look to a slower rank like the one that began it all.
+        """
+        self._tell(store, "knows", "left")
+        others = [rank for rank in range(1, self._size) if rank not in gone]
+        begun = time.monotonic()
+        while self._rank == 0 and time.monotonic() - begun < _LINGER_SECONDS:
+            if all(self._has_told(store, rank, "left") for rank in others):
+                return
+            time.sleep(0.02)
+
     def _store(self) -> Any:
         try:
             return self._group.get_group_store()
         except (AttributeError, RuntimeError):
             return None
 
-    def _tell(self, store: Any, said: str) -> None:
+    def _tell(self, store: Any, said: str, topic: str = "saw") -> None:
         try:
-            store.set(f"{self._prefix}/{self._rank}", said)
+            store.set(f"{self._prefix}/{topic}/{self._rank}", said)
         except (AttributeError, RuntimeError):  # who served the store is gone, or there is none
             return
 
-    def _has_told(self, store: Any, rank: int) -> bool:
+    def _has_told(self, store: Any, rank: int, topic: str = "saw") -> bool:
         try:
-            return bool(store.check([f"{self._prefix}/{rank}"]))
+            return bool(store.check([f"{self._prefix}/{topic}/{rank}"]))
         except (AttributeError, RuntimeError):
             return False
 
     def _told(self, store: Any, rank: int) -> str:
         try:
-            told = store.get(f"{self._prefix}/{rank}")
+            told = store.get(f"{self._prefix}/saw/{rank}")
         except RuntimeError:
             return "nothing more is known"
         return str(told.decode(errors="replace") if isinstance(told, bytes) else told)
