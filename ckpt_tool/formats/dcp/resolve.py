@@ -135,21 +135,21 @@ class _ItemReader:
         offset, file = chunks.offset[rows], chunks.file[rows].astype(np.int64)
         nbytes = self._manifest.files.nbytes[file]
         length = np.minimum(nbytes - offset, HEAD_NBYTES)
-        of_row = list(zip(rows.tolist(), chunks.tensor[rows].tolist(), chunks.sizes[rows].tolist(),
+        ndim = tensors.ndim[chunks.tensor[rows]]  # sizes are padded: [4] and [4, 1] look the same without it
+        of_row = list(zip(rows.tolist(), chunks.tensor[rows].tolist(), ndim.tolist(), chunks.sizes[rows].tolist(),
                           chunks.length[rows].tolist(), offset.tolist(), strict=True))  # fmt: skip
-        fitting: set[tuple[int, str, int, tuple[int, ...]]] = set()
+        fitting: set[tuple[int, str, int, int, tuple[int, ...]]] = set()
         for position, head in read_merged(self._store, paths, file, offset, length):
-            row, tensor, sizes, item_nbytes, start = of_row[position]
+            row, tensor, n_dims, sizes, item_nbytes, start = of_row[position]
             payload = self._heads.known(head)
-            if payload is not None:  # what was checked once for a head, a dtype and sizes need not be checked again
-                key = (id(payload), tensors.dtypes[tensor].name, item_nbytes, tuple(sizes))
-                if key in fitting:
-                    yield Located(row, payload.moved(start))
-                    continue
+            # What was checked once for a head, a type and sizes need not be checked again.
+            key = (id(payload), tensors.dtypes[tensor].name, n_dims, item_nbytes, tuple(sizes))
+            if payload is not None and key in fitting:
+                yield Located(row, payload.moved(start))
+                continue
             located = self._located(row, head, None)
-            payload = self._heads.known(head)
             if payload is not None and located.error is None:
-                fitting.add((id(payload), tensors.dtypes[tensor].name, item_nbytes, tuple(sizes)))
+                fitting.add(key)
             yield located
 
     def decoded(self, row: int) -> Located:

@@ -97,6 +97,20 @@ def test_shape_against_metadata() -> None:
     assert (finding.kind, finding.fqn) == ("item-mismatch", "w")
 
 
+def test_shape_that_pads_to_that_of_others() -> None:
+    """A stored [4] is no [4, 1], also behind items of the same head whose sizes look the same in the columns."""
+    checkpoint = Checkpoint()
+    for name, shape in (("a", (4,)), ("b", (4,)), ("c", (4,)), ("wrong", (4, 1))):
+        checkpoint.shapes[name], checkpoint.dtypes[name] = Size(shape), Global("torch", "float32")
+        checkpoint.stored(name, 0, Size((0,) * len(shape)), Size(shape), saved(torch.ones(4)))
+    where = source(checkpoint.files())
+    message = r"chunk of 'wrong' at \[0, 0\] is float32\[4, 1\] in the metadata, the stored tensor is float32\[4\]"
+    with pytest.raises(FormatError, match=message):
+        resolved(where)
+    (finding,) = READER.check(where, READER.read(where))
+    assert (finding.kind, finding.fqn) == ("item-mismatch", "wrong")
+
+
 def test_dtype_against_metadata() -> None:
     """A chunk of another type than its stored tensor is refused, however equal the width."""
     checkpoint = row_cut()
