@@ -10,10 +10,10 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.conversion import Dropped
+from ckpt_tool.api.rank_state import without
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.layout.resolve import rows_of_kind
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["groups_of_shared_bytes", "without_tied"]
@@ -44,8 +44,8 @@ def without_tied(
     why |= copies
     if not why:
         return manifest, (), said_of_copies
-    keep = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in why]
-    return only_tensors(manifest, keep), tuple(Dropped(fqn, reason) for fqn, reason in why.items()), said_of_copies
+    left = without(manifest, (), why)
+    return left.manifest, left.dropped, said_of_copies
 
 
 def _equal_vocabularies(

@@ -47,6 +47,7 @@ def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) ->
     added: list[Blob] = []
     marks: list[str] = []
     numbers: dict[str, str] = {}
+    in_model = _model_names(manifest) if spelling == "ids" else {}
     notes = []
     for view in views:
         if view.spelling == spelling:
@@ -58,7 +59,7 @@ def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) ->
         added += _group_blobs(view, names, spelling)
         marks.append(_joined((*view.path, "param_groups")))
         if spelling == "ids":
-            numbers |= {str(number): _model_name(manifest, key) for key, number in names.items()}
+            numbers |= {str(number): in_model.get(str(key), str(key)) for key, number in names.items()}
         notes.append(f"{view.prefix or 'the optimizer'}: {len(names):,} parameters, now keyed by {_KEYED[spelling]}")
         empty = [number for number, group in enumerate(view.groups) if not group.params]
         if spelling == "flat" and empty:
@@ -108,17 +109,15 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
 def _in_module(manifest: Manifest, fqn: str) -> str:
     """A parameter's name inside its module: without the key under which the model's state was saved."""
     path = manifest.tensor(fqn).path
-    return ".".join(str(part) for part in path[1:]) or fqn
+    return _joined(path[1:]) or fqn
 
 
-def _model_name(manifest: Manifest, key: ParameterKey) -> str:
-    """The tensor that an optimizer's name means: itself, or below the key of the model's state."""
-    name = str(key)
-    if name in manifest.tensors.index:
-        return name
-    below = (fqn for fqn, path in zip(manifest.tensors.fqns, manifest.tensors.paths or (), strict=False)
-             if ".".join(str(part) for part in path[1:]) == name)  # fmt: skip
-    return next(below, name)
+def _model_names(manifest: Manifest) -> dict[str, str]:
+    """The tensor that each name means to an optimizer: the one of that name, or the first that has it in its module."""
+    found: dict[str, str] = {}
+    for fqn, path in zip(manifest.tensors.fqns, manifest.tensors.paths or (), strict=False):
+        found.setdefault(_joined(path[1:]), fqn)
+    return found | {fqn: fqn for fqn in manifest.tensors.fqns}
 
 
 def _state_path(at: KeyPath, key: ParameterKey, slot: str, spelling: str) -> KeyPath:
