@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.rules import rules_for
-from ckpt_tool.api.selection import select_tensors
 from ckpt_tool.errors import UsageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh

@@ -29,7 +29,7 @@ def clean(run: Run, *, delete: Delete = False, min_age: MinAge = 10, json: Json 
 
     With --json: schema "ckpt-tool/clean/1": url, removed, leftovers [{path, nbytes, n_files, modified, is_recent}].
     """
-    from ckpt_tool.api.clean import clean as find
+    from ckpt_tool.api.runs.clean import clean as find
 
     sink = output(json=json, quiet=quiet)
     found = find(run, dry_run=not delete, min_age_s=60.0 * min_age)

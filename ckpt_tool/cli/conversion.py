@@ -16,7 +16,7 @@ from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.conversion import Conversion
+    from ckpt_tool.api.convert.conversion import Conversion
     from ckpt_tool.engine.base import CastReport
 
 _RESUME = "the same command with --resume goes on where this one stopped"

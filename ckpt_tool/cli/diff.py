@@ -82,7 +82,7 @@ def diff(
     dtype_b, shape_a, shape_b, accepted, reason, compared, differing, nan_payload, non_finite, signed_zero, max_abs,
     max_rel, max_ulp, first {index, a, b}, bounds}], objects [{fqn, status, a, b}]; same tensors with --all.
     """
-    from ckpt_tool.api.diff import diff as compare
+    from ckpt_tool.api.trust.diff import diff as compare
     from ckpt_tool.cli.progress import progress_bar
     from ckpt_tool.cli.render_diff import report_lines
 

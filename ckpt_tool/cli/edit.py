@@ -13,7 +13,7 @@ from ckpt_tool.cli.text import Line, Span, line, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.edit import EditResult
+    from ckpt_tool.api.convert.edit import EditResult
 
 _NAMES_SHOWN = 3
 
@@ -90,8 +90,8 @@ def edit(
     With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, renamed [[old, new]], dropped [{fqn,
     why}], taken_over {linked_nbytes, cloned_nbytes, copied_nbytes, new_nbytes}, notes}.
     """
-    from ckpt_tool.api.edit import edit as run
-    from ckpt_tool.api.edit_names import NameChanges, parse_rename
+    from ckpt_tool.api.convert.edit import edit as run
+    from ckpt_tool.api.convert.edit_names import NameChanges, parse_rename
     from ckpt_tool.errors import UsageError
 
     sink = output(json=json, quiet=quiet)

@@ -11,7 +11,7 @@ from ckpt_tool.cli.text import Cell, Span, columns, line, wrap
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpt_tool.api.formats_table import Proof
+    from ckpt_tool.api.formats.table import Proof
 
 
 def formats(*, json: Json = False, quiet: Quiet = False) -> None:
@@ -20,7 +20,7 @@ def formats(*, json: Json = False, quiet: Quiet = False) -> None:
     With --json: {"schema": 1, "formats": [{name, reads, writes, what, proofs: [{direction, program, what,
     evidence}], recognised}]}.
     """
-    from ckpt_tool.api.formats_table import format_rows
+    from ckpt_tool.api.formats.table import format_rows
 
     sink = output(json=json, quiet=quiet)
     rows = format_rows()

@@ -50,7 +50,7 @@ def ls(
     With --json: schema "ckpt-tool/ls/1": url, latest, steps [{path, url, step, complete, why, format, parts, layout,
     nbytes, files, modified, verified}], trackers [{path, names, says}], notes.
     """
-    from ckpt_tool.api.ls import ls as list_steps
+    from ckpt_tool.api.runs.ls import ls as list_steps
     from ckpt_tool.cli.render_ls import run_lines
 
     sink = output(json=json, quiet=quiet)

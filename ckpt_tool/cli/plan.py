@@ -73,7 +73,7 @@ def plan(
     With --json: {"schema": 1, source_format, target_format, mesh, fingerprint, bytes, requests, peak_memory_bytes,
     casts, dropped, notes}. Every byte range is in the file of --plan-json.
     """
-    from ckpt_tool.api.reshard import prepare_reshard
+    from ckpt_tool.api.convert.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import save_plan, show_plan
 
     sink = output(json=json, quiet=quiet)

@@ -9,7 +9,7 @@ from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.ls import RunListing, RunStep
+    from ckpt_tool.api.runs.ls import RunListing, RunStep
 
 __all__ = ["age", "run_lines"]
 

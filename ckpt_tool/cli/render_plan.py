@@ -10,7 +10,7 @@ from ckpt_tool.cli.text import Line, Span, line, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.conversion import Conversion, ConversionResult, Dropped
+    from ckpt_tool.api.convert.conversion import Conversion, ConversionResult, Dropped
     from ckpt_tool.engine.base import CastReport
     from ckpt_tool.layout.mesh import Mesh
 

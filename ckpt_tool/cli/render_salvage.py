@@ -9,7 +9,7 @@ from ckpt_tool.cli.text import Line, Span, line, wrap
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.salvage import SalvageResult
+    from ckpt_tool.api.trust.salvage import SalvageResult
 
 __all__ = ["salvage_lines"]
 

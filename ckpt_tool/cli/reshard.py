@@ -107,7 +107,7 @@ def reshard(
     with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
     from ckpt_tool.api.arguments import parse_arguments
-    from ckpt_tool.api.reshard import prepare_reshard
+    from ckpt_tool.api.convert.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
     from ckpt_tool.cli.sharing import prepared
 

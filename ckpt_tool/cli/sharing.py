@@ -12,7 +12,7 @@ from ckpt_tool.cli.text import line
 from ckpt_tool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.conversion import Conversion
+    from ckpt_tool.api.convert.conversion import Conversion
 
 __all__ = ["prepared"]
 
@@ -32,14 +32,14 @@ def prepared(
     Raises:
         UsageError: both ways to share the work were asked for.
     """
-    from ckpt_tool.api.processes import processes, shared_options
-    from ckpt_tool.api.share import launched_share, local_count, parse_share
+    from ckpt_tool.api.convert.processes import processes, shared_options
+    from ckpt_tool.api.convert.share import launched_share, local_count, parse_share
 
     if n_processes > 1:
         if split is not None:
             raise UsageError("--processes starts processes, --split names one of several that were started: give one")
         if engine == "ray":
-            from ckpt_tool.api.ray_processes import ray_processes
+            from ckpt_tool.api.convert.ray_processes import ray_processes
 
             with ray_processes(prepare, options, n_processes) as first:
                 yield prepare(**options, share=first)

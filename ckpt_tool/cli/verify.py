@@ -102,7 +102,7 @@ def verify(
     """
     from ckpt_tool.api.digest import digests
     from ckpt_tool.api.manifest_file import write_manifest as save
-    from ckpt_tool.api.verify import verify as check
+    from ckpt_tool.api.trust.verify import verify as check
     from ckpt_tool.cli.render_findings import report_lines
 
     sink = output(json=json, quiet=quiet)
@@ -198,7 +198,7 @@ def _show_fetch(sink: Output, report: VerifyReport) -> None:
 
 
 def _salvage(sink: Output, source: str, target: str, *, overwrite: bool, memory: str, workers: int | None) -> None:
-    from ckpt_tool.api.salvage import salvage
+    from ckpt_tool.api.trust.salvage import salvage
     from ckpt_tool.cli.render_salvage import salvage_lines
 
     with progress_bar(sink, "reading") as moved:

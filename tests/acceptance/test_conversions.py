@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.reshard import reshard
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.manifest.optimizer import optimizer_views
 from tests.acceptance.checkpoints import Case, cases, truth
 

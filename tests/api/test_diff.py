@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt_tool
-from ckpt_tool.api.diff import diff
-from ckpt_tool.api.export import export
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.trust.diff import diff
 from ckpt_tool.compare.report import DiffReport
 from ckpt_tool.errors import CoverageError, NotFound
 

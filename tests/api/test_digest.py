@@ -15,11 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.digest import digests
-from ckpt_tool.api.export import export
 from ckpt_tool.api.manifest_file import read_manifest, write_manifest
-from ckpt_tool.api.reshard import reshard
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CoverageError, NotFound, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect

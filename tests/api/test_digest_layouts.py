@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.api.digest import digests
-from ckpt_tool.api.ls import ls
 from ckpt_tool.api.manifest_file import write_manifest
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.runs.ls import ls
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.manifest.digest import ContentDigest
 from tests.api.runs import copied
 from tests.formats.megatron.places import CHECKPOINTS

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tool.api.diff import diff
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.digest import digests
-from ckpt_tool.api.export import export
 from ckpt_tool.api.manifest_file import manifest_beside, read_manifest
-from ckpt_tool.api.reshard import reshard
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.diff import diff
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.engine import moving
 from ckpt_tool.engine.journal import UnitRecord
 from ckpt_tool.engine.worker import Worker

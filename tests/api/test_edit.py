@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tool.api.edit import EditResult, NameChanges, edit
-from ckpt_tool.api.edit_names import parse_rename
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.edit import EditResult, NameChanges, edit
+from ckpt_tool.api.convert.edit_names import parse_rename
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CoverageError, FormatError, NotFound, TargetExists, Unsupported, UsageError
 from tests.reports.made import as_bytes, put, safetensors_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tool.api.formats_table import FormatRow, format_rows
+from ckpt_tool.api.formats.table import FormatRow, format_rows
 from ckpt_tool.formats.registry import readers, writer, writer_names
 
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tool.api.conversion import Conversion
-from ckpt_tool.api.export import prepare_export
+from ckpt_tool.api.convert.conversion import Conversion
+from ckpt_tool.api.convert.export import prepare_export
 from ckpt_tool.errors import LayoutError, UsageError
 from tests.formats.conformance import FIXTURES, Truth
 from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, expert_shapes, truth_from_seed

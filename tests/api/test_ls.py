@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tool.api.ls import RunListing, ls
-from ckpt_tool.api.run_names import step_name
+from ckpt_tool.api.runs.ls import RunListing, ls
+from ckpt_tool.api.runs.names import step_name
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import RecordingStore
@@ -217,7 +217,7 @@ def test_only_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         stores.append(RecordingStore(LocalStore(str(tmp_path))))
         return stores[-1], stores[-1].listing()
 
-    monkeypatch.setattr("ckpt_tool.api.ls.open_store", open_recording)
+    monkeypatch.setattr("ckpt_tool.api.runs.ls.open_store", open_recording)
     assert len(ls(tmp_path).steps) == 5
     assert {call.path.rpartition("/")[2] for call in stores[0].calls} == {".metadata"}
     assert len(stores[0].calls) <= 3 * 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from ckpt_tool.errors import NotFound
 from tests.formats.conformance import FIXTURES
 

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.api.arguments import parse_arguments
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError, UsageError
 from tests.formats.megatron.places import CHECKPOINTS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt_tool.api.names import module_names, renamed
-from ckpt_tool.api.tied import groups_of_shared_bytes
+from ckpt_tool.api.convert.names import module_names, renamed
+from ckpt_tool.api.convert.tied import groups_of_shared_bytes
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from tests.synthetic import make_source

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckpt_tool.api.pairing import is_noise, name_map, pair_tensors
+from ckpt_tool.api.trust.pairing import is_noise, name_map, pair_tensors
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.model import KeyPath, Manifest, TensorMeta

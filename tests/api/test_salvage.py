@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.salvage import SalvageResult, salvage
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.salvage import SalvageResult, salvage
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, NotFound
 from tests.reports.made import as_bytes
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 import ckpt_tool
-from ckpt_tool.api import load_manifest
+from ckpt_tool.api.job import load_manifest
 
 WIDTH = 1024
 LAYOUTS: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}

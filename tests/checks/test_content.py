@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.checks.report import VerifyReport
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import FormatError, StorageError

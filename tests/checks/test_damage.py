@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange

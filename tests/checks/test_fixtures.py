@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Severity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.checks.headers import is_resolved, resolve_all, restricted
 from ckpt_tool.errors import CkptError, FormatError, StorageError, UnsafePickle, Unsupported
 from ckpt_tool.formats.base import Source

@@ -127,7 +127,7 @@ def test_mixed_steps_are_grouped() -> None:
 @pytest.mark.parametrize(("second", "expected"), [(7.0, []), (6.0, ["mixed-steps"])])
 def test_steps_are_read_at_the_default_level(second: float, expected: list[str]) -> None:
     """Step counters are tensors of one element, and their values count."""
-    from ckpt_tool.api.verify import verify
+    from ckpt_tool.api.trust.verify import verify
 
     arrays = {}
     for name, step in (("a", 7.0), ("b", second)):

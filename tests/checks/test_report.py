@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.checks.report import VerifyReport, sort_findings
 from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.finding import Finding, Severity

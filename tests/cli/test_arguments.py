@@ -72,7 +72,7 @@ class Recorder:
 def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """``ckpt reshard`` hands every option on, and the defaults of those that are not given."""
     recorder = Recorder()
-    monkeypatch.setattr("ckpt_tool.api.reshard.prepare_reshard", recorder)
+    monkeypatch.setattr("ckpt_tool.api.convert.reshard.prepare_reshard", recorder)
     assert main(["reshard", *argv.split()]) == 2
     named = dict(zip(("source", "target"), args, strict=True))
     assert recorder.options == {**RESHARD, **MEGATRON, **RUN, "sidecar": None, **named, **options}
@@ -81,7 +81,7 @@ def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monk
 def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """``ckpt plan`` is a reshard without a target or a run."""
     recorder = Recorder()
-    monkeypatch.setattr("ckpt_tool.api.reshard.prepare_reshard", recorder)
+    monkeypatch.setattr("ckpt_tool.api.convert.reshard.prepare_reshard", recorder)
     assert main(["plan", "A", "--tp", "2", "--memory", "1GB"]) == 2
     assert recorder.args == ("A", "memory://plan")
     assert recorder.options == {**RESHARD, "tp": 2, "memory_budget_bytes": 10**9}
@@ -104,7 +104,7 @@ def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_export(argv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """``ckpt export`` hands every option on, and the defaults of those that are not given."""
     recorder = Recorder()
-    monkeypatch.setattr("ckpt_tool.api.export.prepare_export", recorder)
+    monkeypatch.setattr("ckpt_tool.api.convert.export.prepare_export", recorder)
     assert main(["export", "A", "B", *argv.split()]) == 2
     assert recorder.options == {"source": "A", "target": "B", **EXPORT, **RUN, **options}
 
@@ -116,7 +116,7 @@ def test_export(argv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPa
 def test_verify(argv: str, level: str, n_workers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``ckpt verify`` names one of three levels."""
     recorder = Recorder()
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", recorder)
     assert main(["verify", "A", *argv.split()]) == 2
     assert recorder.args == ("A",)
     against = {"manifest": None, "strip_prefixes": (), "require_all": False, "against": None}
@@ -127,7 +127,7 @@ def test_verify(argv: str, level: str, n_workers: int | None, monkeypatch: pytes
 def test_verify_against_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are mapped and completeness is asked for only where there is a manifest."""
     recorder = Recorder()
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", recorder)
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", recorder)
     argv = ["--manifest", "m", "--strip-prefix", "a.", "--strip-prefix", "b.", "--require-all"]
     assert main(["verify", "A", *argv]) == 2
     options = {key: recorder.options[key] for key in ("manifest", "strip_prefixes", "require_all")}

@@ -131,7 +131,7 @@ def test_arguments(argv: str, options: dict[str, Any], monkeypatch: pytest.Monke
         asked.update(given, a=a, b=b)
         raise UsageError("recorded")
 
-    monkeypatch.setattr("ckpt_tool.api.diff.diff", recorder)
+    monkeypatch.setattr("ckpt_tool.api.trust.diff.diff", recorder)
     assert main(["diff", "A", "B", *argv.split()]) == 2
     assert asked == {
         "a": "A", "b": "B", "include": (), "exclude": (), "section": None, "map_names": [], "strip_prefixes": (),

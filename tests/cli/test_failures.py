@@ -38,14 +38,14 @@ def test_every_class_of_error_has_a_status() -> None:
 def test_status(name: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each class ends a command with its status; place, message and hint are on stderr."""
     error = getattr(errors, name)("is wrong", where="file:12", hint="do this")
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", raising(error))
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(error))
     assert main(["verify", "A"]) == code
     assert capsys.readouterr() == ("", "error: file:12: is wrong\nhint: do this\n")
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With --json an error is one JSON object on stderr, and stdout is empty."""
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", raising(errors.NotFound("nothing", where="run")))
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(errors.NotFound("nothing", where="run")))
     assert main(["verify", "A", "--json"]) == 3
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -57,21 +57,21 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def test_debug_shows_where_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """With CKPT_DEBUG set, an error raised on purpose keeps its traceback."""
     monkeypatch.setenv("CKPT_DEBUG", "1")
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", raising(errors.NotFound("nothing")))
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(errors.NotFound("nothing")))
     with pytest.raises(errors.NotFound):
         main(["verify", "A"])
 
 
 def test_a_bug_is_not_made_pretty(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody raised on purpose passes with its traceback."""
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", raising(ValueError("a bug")))
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(ValueError("a bug")))
     with pytest.raises(ValueError, match="a bug"):
         main(["verify", "A"])
 
 
 def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C ends with 130 and no traceback."""
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(KeyboardInterrupt()))
     assert main(["verify", "A"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 
@@ -82,7 +82,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     """Ctrl-C while bytes move names --resume."""
     source = tmp_path / "a.safetensors"
     save_file({"w": np.zeros((4, 4), np.float32)}, source)
-    monkeypatch.setattr("ckpt_tool.api.conversion.Conversion.run", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("ckpt_tool.api.convert.conversion.Conversion.run", raising(KeyboardInterrupt()))
     assert main(["export", str(source), str(tmp_path / "out")]) == 130
     hint = "hint: the same command with --resume goes on where this one stopped"
     assert capsys.readouterr().err.splitlines()[-2:] == [hint, "interrupted"]
@@ -104,7 +104,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 
 def test_an_error_may_have_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Lists and stanzas in a message keep their lines; other control characters are shown as escapes."""
-    monkeypatch.setattr("ckpt_tool.api.verify.verify", raising(errors.LayoutError("no rule:\n  a\x1b[2J\n  b")))
+    monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(errors.LayoutError("no rule:\n  a\x1b[2J\n  b")))
     assert main(["verify", "A"]) == 3
     assert capsys.readouterr().err == "error: no rule:\n  a\\x1b[2J\n  b\n"
 

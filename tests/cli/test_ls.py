@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.api.ls import RunListing, RunStep, Tracker
+from ckpt_tool.api.runs.ls import RunListing, RunStep, Tracker
 from ckpt_tool.cli.app import main
 from ckpt_tool.cli.render_ls import age, run_lines
 from tests.api.runs import titan

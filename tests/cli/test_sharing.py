@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tool.api.share import launched_share, local_count, parse_share
+from ckpt_tool.api.convert.share import launched_share, local_count, parse_share
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 

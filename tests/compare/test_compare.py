@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.api.checkpoint import Checkpoint
-from ckpt_tool.api.diff import diff
+from ckpt_tool.api.trust.diff import diff
 from ckpt_tool.compare.report import STATUSES, DiffReport, Measures, TensorDiff
 from ckpt_tool.compare.tiles import common_box
 from ckpt_tool.errors import CoverageError, StorageError

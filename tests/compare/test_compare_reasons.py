@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.api.checkpoint import Checkpoint
-from ckpt_tool.api.diff import diff
+from ckpt_tool.api.trust.diff import diff
 from ckpt_tool.compare.report import TensorDiff
 from ckpt_tool.compare.row_orders import find_order
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore

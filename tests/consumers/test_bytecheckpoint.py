@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 
 pytestmark = pytest.mark.peer
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from tests.formats.conformance import FIXTURES
 
 pytestmark = pytest.mark.peer

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from tests.formats.megatron.build import DistWriter, common_state
 from tests.formats.megatron.places import CHECKPOINTS
 from tests.formats.megatron.run import Run

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckpt_tool.api.export import export
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
 from tests.formats.conformance import FIXTURES
 
 pytestmark = pytest.mark.peer

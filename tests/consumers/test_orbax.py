@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from tests.reports.made import as_bytes
 
 pytestmark = pytest.mark.peer

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from tests.consumers.written import LAYOUTS, Written, case_named, expected_tensors
 
 pytestmark = pytest.mark.peer

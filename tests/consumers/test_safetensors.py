@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from tests.consumers.written import LAYOUTS, Written, bits, case_named, expected_tensors, write_all
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 
 pytestmark = pytest.mark.peer
 

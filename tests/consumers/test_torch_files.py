@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from tests.consumers.written import LAYOUTS, Written, case_named, expected_tensors, leaves, restored, write_all
 
 pytestmark = [

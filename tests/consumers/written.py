@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from tests.acceptance.checkpoints import Case, cases, truth
 
 __all__ = ["LAYOUTS", "Written", "bits", "case_named", "expected_tensors", "leaves", "restored", "write_all"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.digest import take_digests
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.finding import Severity

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_tool.api.digest import digests
 from ckpt_tool.api.manifest_file import write_manifest
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from tests.formats.dcp.build import Checkpoint
 from tests.reports.made import put
 

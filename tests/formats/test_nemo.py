@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError
 from tests.formats.conformance import FIXTURES
 from tests.formats.megatron.places import CHECKPOINTS

@@ -25,8 +25,8 @@ from typing import Any
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.digest import digests
 from ckpt_tool.api.manifest_file import read_manifest
-from ckpt_tool.api.salvage import salvage
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.salvage import salvage
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.cli.app import main
 from ckpt_tool.errors import CkptError
 from ckpt_tool.manifest.digest import ContentDigest

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 import ckpt_tool
-from ckpt_tool.api import load as load_module
-from ckpt_tool.api import load_manifest as manifest_module
+from ckpt_tool.api.job import load as load_module
+from ckpt_tool.api.job import load_manifest as manifest_module
 from ckpt_tool.errors import CkptError
 from ckpt_tool.frameworks import state as state_module
 from tests.job import workers

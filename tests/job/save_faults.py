@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_tool
-from ckpt_tool.api.saver import saver_of
+from ckpt_tool.api.job.saver import saver_of
 from tests.job.save_jobs import mesh_of
 from tests.job.workers import joined
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt_tool
-from ckpt_tool.api.saver import Saver
+from ckpt_tool.api.job.saver import Saver
 from ckpt_tool.engine.save.log import OperationLog
 from ckpt_tool.errors import TargetExists, UnsafePickle, Unsupported, UsageError
 

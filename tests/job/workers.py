@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ckpt_tool
 from ckpt_tool.api import checkpoint as checkpoint_module
-from ckpt_tool.api import load as load_module
-from ckpt_tool.api import load_manifest as manifest_module
+from ckpt_tool.api.job import load as load_module
+from ckpt_tool.api.job import load_manifest as manifest_module
 from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.open import open_payload, open_store

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, WIDTH, VOCAB = 8, 2, 2, 2, 4, 10
 

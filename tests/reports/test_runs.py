@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tool.api.ls import ls
+from ckpt_tool.api.runs.ls import ls
 from tests.api.runs import DEEPSPEED, HF, TITAN, copied, titan
 from tests.reports.conftest import Ckpt
 from tests.reports.made import put

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 
 __all__ = ["make_dcp", "make_safetensors", "objects_of"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.api import checkpoint
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.engine import moving
 from ckpt_tool.errors import CkptError, TargetExists
 from ckpt_tool.storage.hdfs import place as hdfs_place

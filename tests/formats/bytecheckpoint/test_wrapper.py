@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import UsageError
 from tests.formats.conformance import FIXTURES
 

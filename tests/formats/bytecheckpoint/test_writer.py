@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.base import WriteRequest

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, FormatError, LayoutError, NotFound
 from ckpt_tool.formats.consolidated.reader import READER
 from ckpt_tool.formats.consolidated.sizes import Cut, Sizes, cuts_of, sizes_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import CkptError, LayoutError, Unsupported, UsageError
 from tests.formats.conformance import FIXTURES
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.base import BoxTable, WriteRequest
 from ckpt_tool.formats.deepspeed.reader import READER

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
 from ckpt_tool.formats.flax.reader import READER
 from ckpt_tool.formats.flax.walk import walk

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
 from ckpt_tool.formats.gguf.reader import READER
 from ckpt_tool.storage.recording import MemoryStore

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
 from ckpt_tool.formats.hdf5.reader import READER
 from ckpt_tool.storage.recording import MemoryStore

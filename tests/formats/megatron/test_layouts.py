@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError, LayoutError, Unsupported
 from ckpt_tool.formats.base import Reader
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST

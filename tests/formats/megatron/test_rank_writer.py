@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats.base import PlacingWriter
 from ckpt_tool.formats.megatron.rank_reader import READER

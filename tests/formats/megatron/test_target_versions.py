@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._pickle.nodes import Global
 from ckpt_tool.formats.megatron.dist_reader import READER

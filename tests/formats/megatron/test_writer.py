@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.conversion import ConversionResult
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.conversion import ConversionResult
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats.base import PlacingWriter
 from ckpt_tool.formats.megatron.dist_reader import READER

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.reshard import reshard
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
 from ckpt_tool.formats.nanotron.reader import READER
 from ckpt_tool.formats.nanotron.slices import parse_part

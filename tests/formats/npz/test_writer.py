@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpt_tool.api.export import export
+from ckpt_tool.api.convert.export import export
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats.npz.writer import WRITER

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ckpt_tool.api.reshard import reshard
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._torch_file.written import fresh_tensor

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.reshard import reshard
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
 from ckpt_tool.formats.torchsnapshot.entries import parse_metadata
 from ckpt_tool.formats.torchsnapshot.reader import READER

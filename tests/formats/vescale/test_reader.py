@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ckpt_tool.api.checkpoint import open_checkpoint
-from ckpt_tool.api.export import export
-from ckpt_tool.api.reshard import reshard
-from ckpt_tool.api.verify import verify
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.tensors import TensorRef

@@ -1,0 +1,215 @@
+"""Export: whole tensors, usually the weights alone, in a format that other programs load."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
+from ckpt_tool.api.convert.conversion import (
+    Conversion,
+    ConversionResult,
+    Dropped,
+    Execution,
+    build_conversion,
+    cast_model,
+    default_workers,
+    manifest_url_for,
+    whole_boxes,
+)
+from ckpt_tool.api.convert.hf_names import NamesOptions, with_hf_names
+from ckpt_tool.api.convert.masters import of_masters
+from ckpt_tool.api.convert.names import module_names, renamed
+from ckpt_tool.api.convert.rank_state import by_name
+from ckpt_tool.api.convert.selection import select_tensors
+from ckpt_tool.api.convert.tied import without_tied
+from ckpt_tool.dtypes import dtype as dtype_named
+from ckpt_tool.engine.base import Progress
+from ckpt_tool.engine.team import Share
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import PlacingWriter, WriterOptions
+from ckpt_tool.formats.registry import writer as writer_named
+from ckpt_tool.layout.origins import origins_of, renaming_views
+from ckpt_tool.layout.views import View
+from ckpt_tool.manifest.model import Blob
+from ckpt_tool.manifest.tables import TensorTable
+
+__all__ = ["export", "prepare_export"]
+
+_HAS_CONFIG = frozenset({"safetensors"})
+_HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing"})
+_BY_SUFFIX = {".npz": "npz", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
+
+
+def prepare_export(  # noqa: PLR0913 - one argument per option of the command
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    everything: bool = False,
+    names: Literal["source", "hf"] = "hf",
+    family: str = "auto",
+    naming: str | os.PathLike[str] | None = None,
+    facts: Mapping[str, int] | None = None,
+    true_vocab: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    masters: bool = False,
+    tied: Literal["keep", "drop", "auto"] = "auto",
+    unequal: str | Sequence[str] | None = None,
+    max_shard_nbytes: int | None = None,
+    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    n_workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    durable: bool = True,
+    digest: str | os.PathLike[str] | None = "beside",
+    share: Share | None = None,
+) -> Conversion:
+    """Plan an export; nothing is written yet.
+
+    Args:
+        source: checkpoint of any readable format.
+        target: folder, or a file where the name ends like one (``out.safetensors``, ``out.pt``).
+        to: name of the target format; None to tell it from the target's name (``.npz``, ``.pt``, ``.pth``, ``.bin``,
+            ``.ckpt``), ``safetensors`` where that tells nothing.
+        everything: all sections and objects, not the model's tensors alone.
+        names: ``source`` keeps full names; ``hf`` gives those of transformers where ``family`` knows them, else takes
+            off the trainer's outer key and wrapper prefixes.
+        family: whose names Megatron's and torchtitan's become (``llama``, ``qwen_moe`` ...), ``auto`` to tell it from
+            the names, ``none`` for no other names.
+        naming: path of a TOML file with rules that go before the family's.
+        facts: numbers that such rules need and the checkpoint does not record (``heads``, ``kv_heads``).
+        true_vocab: rows of the vocabulary that are no padding.
+        include: globs or ``re:`` patterns of tensors to take.
+        exclude: globs or ``re:`` patterns of tensors to leave.
+        dtype: cast the model's floating tensors; each cast is reported.
+        masters: fp32 masters of the optimizer in place of the weights, which are roundings of them.
+        tied: tensors that share bytes: ``keep`` writes each, ``drop`` the first only, ``auto`` drops when the source's
+            config says that embeddings are tied.
+        unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
+            ``GLOB=concat:0``); None to stop.
+        max_shard_nbytes: start a new file before this many bytes.
+        memory_budget_bytes: bound for all buffers.
+        n_workers: threads, None for a number that suits the machine.
+        overwrite: replace what is at the target.
+        resume: go on with an unfinished target.
+        durable: fsync before the target gets its name.
+        digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
+            a URL, None for nowhere.
+        share: which part of the work is this process's, where several were started with equal arguments.
+
+    Raises:
+        CkptError: see ``errors``; anything that would be lost silently is refused instead.
+    """
+    checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
+    selection = select_tensors(
+        checkpoint,
+        include=include,
+        exclude=exclude,
+        sections=None if everything or include or masters else ("model",),
+        unequal=unequal,
+    )
+    manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
+    if masters:
+        manifest, masters_dropped, masters_notes = of_masters(checkpoint, manifest)
+        dropped += masters_dropped
+        notes += masters_notes
+    manifest, tied_dropped, tied_notes = without_tied(checkpoint, manifest, tied)
+    dropped += tied_dropped
+    notes += tied_notes
+    by_family, views = None, tuple[View, ...]()
+    before = manifest
+    if names == "hf":
+        options = NamesOptions(family, None if naming is None else _text_of(naming), facts, true_vocab)
+        by_family = with_hf_names(checkpoint, manifest, options, is_whole=not include and not exclude)
+    if by_family is not None:
+        manifest, views = by_family.manifest, by_family.views
+        dropped += by_family.dropped
+        notes += by_family.notes
+    elif names == "hf":
+        paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
+        new_names = list(zip(manifest.tensors.fqns, module_names(paths), strict=True))
+        manifest = renamed(manifest, dict(new_names))
+        if any(old != new for old, new in new_names):
+            views = renaming_views(before, new_names)
+    writer = writer_named(to or _by_suffix(target))
+    to = writer.name
+    if writer.per_rank:
+        raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
+    if isinstance(writer, PlacingWriter):
+        raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")
+    blobs: tuple[Blob, ...] = ()
+    if everything and to in _HOLDS_OBJECTS:
+        blobs = by_name(checkpoint.load_blobs())
+    else:
+        dropped += [Dropped(blob.fqn, "not a tensor") for blob in checkpoint.manifest.blobs]
+    tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
+    config = {} if by_family is None or to not in _HAS_CONFIG else dict(by_family.config)
+    return build_conversion(
+        checkpoint,
+        manifest,
+        target,
+        writer=writer,
+        tensors=tensors,
+        boxes=whole_boxes(tensors),
+        mesh=None,
+        blobs=blobs,
+        dropped=dropped,
+        notes=notes,
+        options=WriterOptions(max_shard_nbytes=max_shard_nbytes),
+        execution=Execution(
+            memory_budget_bytes,
+            n_workers or default_workers(),
+            overwrite,
+            resume,
+            durable,
+            manifest_url_for(target, digest),
+            share,
+        ),
+        origins=origins_of(before, views) if views and not masters else None,
+        companions={"config.json": _config_text(config, tensors)} if config else {},
+    )
+
+
+def _config_text(config: Mapping[str, Any], tensors: TensorTable) -> bytes:
+    """``config.json`` with the type that most weights have."""
+    names = Counter(one.name for one in tensors.dtypes if one.kind == "float")
+    stated = {"torch_dtype": names.most_common(1)[0][0]} if names else {}
+    return (json.dumps({**config, **stated}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _by_suffix(target: str | os.PathLike[str]) -> str:
+    """The format that a target's name asks for."""
+    suffix = os.path.splitext(os.fspath(target))[1].lower()
+    return _BY_SUFFIX.get(suffix, "safetensors")
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> ConversionResult:
+    """Export a checkpoint; arguments as in ``prepare_export``."""
+    conversion = prepare_export(source, target, **options)
+    with conversion.checkpoint:
+        return conversion.run(progress)
+
+
+def _text_of(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The path and the text of a local file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return os.fspath(path), file.read()
+    except OSError as error:
+        raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error

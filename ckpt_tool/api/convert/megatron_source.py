@@ -1,0 +1,204 @@
+"""A source as Megatron's writers take it: Megatron's names and shapes, arguments of a run, a vocabulary padded for it.
+
+What comes from Megatron keeps its names; a Hugging Face model gets Megatron's, by the same namings that lead the other
+way, and arguments made of its ``config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.api.convert.conversion import Dropped
+from ckpt_tool.api.convert.vocabulary import padded_size, repadded
+from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.formats.megatron.fresh import fresh_objects
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.layout.model_config import arguments_of
+from ckpt_tool.layout.naming_back import rename_back
+from ckpt_tool.layout.naming_rules import Naming, builtin_namings
+from ckpt_tool.layout.naming_sizes import Fact
+from ckpt_tool.layout.views import Part, View, apply_views
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.tables import SECTIONS
+
+__all__ = ["MegatronOptions", "MegatronSource", "as_megatron"]
+
+_DIVISOR = 128
+"""``make_vocab_size_divisible_by`` where nobody says otherwise, as in Megatron."""
+_LIKE_EMBEDDING = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronOptions:
+    """What the user says of the Megatron run that is to load the target."""
+
+    arguments: Mapping[str, Any]
+    """Arguments by name, over all that is known."""
+    config: str | None = None
+    """A ``config.json`` for a source that has none."""
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """What the writer gets."""
+
+    manifest: Manifest
+    blobs: tuple[Blob, ...]
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+
+
+def as_megatron(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    blobs: tuple[Blob, ...],
+    options: MegatronOptions,
+    *,
+    tp: int,
+    is_live: bool = False,
+) -> MegatronSource:
+    """The source under Megatron's names, its vocabulary padded for ``tp`` tensor-parallel ranks.
+
+    Args:
+        checkpoint: the source.
+        manifest: the tensors that are taken, resolved.
+        blobs: its objects, loaded.
+        options: what the user says.
+        tp: the target's tensor-parallel size.
+        is_live: the target has tensors as modules have them, so a gate and an up projection are one.
+
+    Raises:
+        LayoutError: no naming leads to the source's names, or a fact is missing.
+    """
+    if any(blob.fqn == "args" for blob in blobs):
+        manifest = _with_whole_layers(manifest) if is_live else manifest
+        known = {**manifest.info.get("args", {}), **options.arguments}
+        padded = repadded(manifest.replace(info={**manifest.info, "args": known}), known, tp=tp)
+        return MegatronSource(padded.manifest, _with_arguments(blobs, options), padded.dropped, padded.notes)
+    return _from_config(checkpoint, manifest, blobs, options, tp=tp)
+
+
+def _with_arguments(blobs: tuple[Blob, ...], options: MegatronOptions) -> tuple[Blob, ...]:
+    """The source's objects, the arguments overruled by what the user says."""
+    if not options.arguments:
+        return blobs
+    found = []
+    for blob in blobs:
+        if blob.fqn == "args" and isinstance(getattr(blob.value, "state", None), dict):
+            known = blob.value
+            value = type(known).__new__(type(known), *known.args, **known.kwargs)
+            value.made, value.state = known.made, {**known.state, **options.arguments}
+            found.append(replace(blob, value=value))
+        else:
+            found.append(blob)
+    return tuple(found)
+
+
+def _with_whole_layers(manifest: Manifest) -> Manifest:
+    """Gates and up projections that have keys of their own (``weight_w``, ``weight_v``) put together, gate first."""
+    views, kept = [], []
+    for meta in manifest.tensors:
+        stem, is_gate, _ = meta.fqn.rpartition("_w")
+        if is_gate and f"{stem}_v" in manifest.tensors.index and meta.fqn.endswith("_w"):
+            rows, *rest = meta.shape
+            zeros, axes = (0,) * len(rest), tuple(range(len(meta.shape)))
+            parts = tuple(
+                Part(f"{stem}{half}", Box.whole(meta.shape), (number * rows, *zeros), axes)
+                for number, half in enumerate(("_w", "_v"))
+            )
+            path = (*meta.path[:-1], str(meta.path[-1]).removesuffix("_w"))
+            views.append(View(stem, (2 * rows, *rest), parts, path=path))
+        elif not (meta.fqn.endswith("_v") and f"{meta.fqn[:-2]}_w" in manifest.tensors.index):
+            kept.append(meta.fqn)
+    return apply_views(manifest, views, keep=kept) if views else manifest
+
+
+def _from_config(
+    checkpoint: Checkpoint, manifest: Manifest, blobs: tuple[Blob, ...], options: MegatronOptions, *, tp: int
+) -> MegatronSource:
+    config, where = _config(checkpoint, options)
+    naming = _naming(config, where)
+    translated = arguments_of(config, where)
+    arguments = {**translated.values, **options.arguments}
+    model = SECTIONS.index("model")
+    rows = [row for row in range(len(manifest.tensors)) if manifest.tensors.section[row] == model]
+    dropped = [
+        Dropped(fqn, "no weight of the model; Megatron starts its own")
+        for row, fqn in enumerate(manifest.tensors.fqns)
+        if manifest.tensors.section[row] != model
+    ]
+    dropped += [Dropped(blob.fqn, "not a tensor") for blob in blobs]
+    shapes = {manifest.tensors.fqns[row]: manifest.tensors.shape_of(row) for row in rows}
+    if not arguments.get("untie_embeddings_and_output_weights"):
+        for fqn in [fqn for fqn in shapes if fqn.endswith(_LIKE_EMBEDDING)]:
+            del shapes[fqn]
+            dropped.append(Dropped(fqn, "the config says that it is tied to the embedding"))
+    divisor = arguments.setdefault("make_vocab_size_divisible_by", _DIVISOR)
+    arguments["padded_vocab_size"] = padded_size(arguments["vocab_size"], divisor, tp)
+    facts = {name: Fact(value, evidence) for name, value, evidence in _facts(arguments, where)}
+    variant = "local" if arguments.get("transformer_impl") == "local" else ""
+    renaming = rename_back(naming, shapes, facts, n_rows={"vocab": arguments["padded_vocab_size"]}, variant=variant)
+    views = [_in_model(view) for view in renaming.views]
+    result = apply_views(manifest, views)
+    keys = {view.fqn: view.shape for view in renaming.views}
+    known = {name: value for name, value in arguments.items() if isinstance(value, (int, str, float, bool))}
+    result = result.replace(info={"args": known, "folder": "release"}, blobs=())
+    n_tokens, n_rows = arguments["vocab_size"], arguments["padded_vocab_size"]
+    notes = [
+        f"{len(shapes):,} tensors become {len(views):,}: {naming.name}, read backwards ({where})",
+        *renaming.notes,
+        f"the vocabulary of {n_tokens:,} is padded to {n_rows:,} rows: {divisor} (make_vocab_size_divisible_by) x {tp}",
+        *translated.notes,
+    ]
+    dropped += [Dropped(fqn, why) for fqn, why in renaming.dropped]
+    return MegatronSource(result, tuple(fresh_objects(arguments, keys)), tuple(dropped), tuple(notes))
+
+
+def _in_model(view: View) -> View:
+    return replace(view, fqn=f"model.{view.fqn}", path=("model", view.fqn))
+
+
+def _config(checkpoint: Checkpoint, options: MegatronOptions) -> tuple[Mapping[str, Any], str]:
+    """The model's config, and where it was read."""
+    if options.config is not None:
+        try:
+            with open(options.config, encoding="utf-8") as file:
+                found = json.load(file)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot be read: {error}", where=options.config) from error
+        if not isinstance(found, dict):
+            raise UsageError("expected a JSON object", where=options.config)
+        return found, options.config
+    config = checkpoint.manifest.info.get("config")
+    if not isinstance(config, Mapping):
+        raise LayoutError(
+            "the source has neither args of a Megatron run nor a config.json, so the model's heads are not known",
+            where=checkpoint.url,
+            hint="give the model's config with --config config.json",
+        )
+    return config, f"{os.fspath(checkpoint.url).rstrip('/')}/config.json"
+
+
+def _naming(config: Mapping[str, Any], where: str) -> Naming:
+    kind = config.get("model_type")
+    found = [naming for naming in builtin_namings().values() if kind in naming.model_types]
+    if not found:
+        known = sorted({name for naming in builtin_namings().values() for name in naming.model_types})
+        raise LayoutError(
+            f"Megatron's names for model_type {kind!r} are not known", where=where, hint=f"known are {', '.join(known)}"
+        )
+    return found[0]
+
+
+def _facts(arguments: Mapping[str, Any], where: str) -> list[tuple[str, int, str]]:
+    """Numbers that namings need, of the arguments."""
+    named = {
+        "heads": "num_attention_heads", "kv_heads": "num_query_groups", "head_dim": "kv_channels",
+        "layers": "num_layers", "experts": "num_experts",
+    }  # fmt: skip
+    return [(fact, int(arguments[name]), f"{name} by {where}") for fact, name in named.items() if arguments.get(name)]

@@ -1,0 +1,95 @@
+"""Several processes of this machine for one conversion: the others are started here, and the caller's is the first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
+from ckpt_tool.api.convert.conversion import Conversion, default_workers
+from ckpt_tool.engine.team import Share
+from ckpt_tool.errors import CkptError, StorageError
+
+__all__ = ["processes", "run_share", "shared_options"]
+
+_GRACE_S = 10.0
+
+
+def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
+    """Arguments of a conversion for each of several processes of one machine, which share its threads and memory."""
+    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
+    memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
+    return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}
+
+
+@contextmanager
+def processes(prepare: Callable[..., Conversion], options: Mapping[str, Any], count: int) -> Iterator[Share]:
+    """Processes 2 to ``count``, at work; yields the share of the caller, which commits.
+
+    ``prepare`` (``prepare_reshard`` or ``prepare_export``) makes the conversion of ``options``, the same for all.
+
+    Raises:
+        StorageError: one of them failed; the message is its own.
+    """
+    context = multiprocessing.get_context("spawn")  # threads may be running, so that a fork would not be safe
+    run = secrets.token_hex(8)
+    started: list[tuple[BaseProcess, Connection]] = []
+    for index in range(1, count):
+        receiver, sender = context.Pipe(duplex=False)
+        process: BaseProcess = context.Process(
+            target=_in_process,
+            args=(prepare, dict(options), Share(index, count, run), sender),
+            name=f"ckpt-{index}",
+            daemon=True,
+        )
+        process.start()
+        sender.close()
+        started.append((process, receiver))
+    try:
+        yield Share(0, count, run)
+    except CkptError as error:
+        told = [text for _, receiver in started if (text := _told(receiver))]
+        if told:
+            raise StorageError(told[0], hint=error.hint) from error
+        raise
+    finally:
+        for process, _ in started:
+            process.join(_GRACE_S if process.exitcode is None else 0)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+
+
+def run_share(prepare: Callable[..., Conversion], options: Mapping[str, Any], share: Share) -> str | None:
+    """What another process than the first does; what went wrong, if something did."""
+    try:
+        conversion = prepare(**options, share=share)
+        with conversion.checkpoint:
+            conversion.run()
+    except CkptError as error:
+        return f"{share}: {error}"
+    return None
+
+
+def _told(receiver: Connection) -> str | None:
+    """What a process said of its failure."""
+    with suppress(EOFError, OSError):
+        if receiver.poll():
+            text: str = receiver.recv()
+            return text
+    return None
+
+
+def _in_process(prepare: Callable[..., Conversion], options: dict[str, Any], share: Share, sender: Connection) -> None:
+    try:
+        failure = run_share(prepare, options, share)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    if failure is not None:
+        sender.send(failure)
+        raise SystemExit(4)

@@ -1,0 +1,312 @@
+"""Reshard: the same tensors, cut for another mesh, in any format that can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
+from ckpt_tool.api.convert.conversion import (
+    Conversion,
+    ConversionResult,
+    Execution,
+    build_conversion,
+    cast_model,
+    default_workers,
+    manifest_url_for,
+    whole_boxes,
+)
+from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
+from ckpt_tool.api.convert.selection import select_tensors
+from ckpt_tool.api.convert.values import as_values
+from ckpt_tool.api.rules import rules_for
+from ckpt_tool.dtypes import dtype as dtype_named
+from ckpt_tool.engine.base import Progress
+from ckpt_tool.engine.team import Share
+from ckpt_tool.errors import UsageError
+from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, StyledWriter, Writer, WriterOptions
+from ckpt_tool.formats.registry import writer as writer_named
+from ckpt_tool.geometry.overlaps import exact_duplicates
+from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
+from ckpt_tool.layout.place import Placed, place
+from ckpt_tool.layout.stages import StageOptions
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.plan.assign import choose_replicas
+
+__all__ = ["prepare_reshard", "reshard"]
+
+_DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
+_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz"})
+
+
+def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    mesh: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    vpp: int = 1,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    to: str = "dcp",
+    rules: str | os.PathLike[str] | None = None,
+    default: Literal["shard0", "replicate"] | None = None,
+    dp_mode: Literal["shard", "replicate"] = "shard",
+    replicas: Literal["auto", "once", "all"] = "auto",
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rank_state: Literal["keep", "drop", "emit"] | None = None,
+    unequal: str | Sequence[str] | None = None,
+    optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    mcore_version: str | None = None,
+    zero_stage: int | None = None,
+    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    n_workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    durable: bool = True,
+    digest: str | os.PathLike[str] | None = "beside",
+    share: Share | None = None,
+    sidecar: bool | None = None,
+) -> Conversion:
+    """Plan a reshard; nothing is written yet.
+
+    Args:
+        source: checkpoint of any readable format.
+        target: folder to write.
+        mesh: axes and sizes in rank order, slowest first (``pp=2,dp=4,tp=2``); instead of the four sizes.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        dp: data-parallel ranks.
+        ep: expert-parallel ranks, a divisor of ``dp``.
+        vpp: model chunks per pipeline stage (virtual stages).
+        first_stage_layers: layers of the first stage, None for an even spread.
+        last_stage_layers: layers of the last stage, None for an even spread.
+        to: name of the target format.
+        rules: rules file that adds to or overrides the built-in families.
+        default: what to do with tensors that no rule covers, None to stop with their list.
+        dp_mode: ``shard`` cuts over data-parallel ranks (FSDP), ``replicate`` stores one copy.
+        replicas: ``once`` stores each box once, spread by bytes over the ranks that hold it; ``all`` on each of them;
+            ``auto`` is ``once`` where a format has global metadata, and else once per data-parallel group.
+        dtype: cast the model's floating tensors; each cast is reported.
+        include: globs or ``re:`` patterns of tensors to take.
+        exclude: globs or ``re:`` patterns of tensors to leave.
+        rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes;
+            ``emit``, for a target of Megatron: random states as at the start of a run.
+        unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
+            ``GLOB=concat:0``); None to stop.
+        optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
+            one flat table with every hyperparameter (``fqn-flat``); None as in the source.
+        config: a model's ``config.json``, for a target of Megatron and a source that has none beside it.
+        arguments: arguments of the Megatron run that is to load the target, over those of the source.
+        mcore_version: the version of megatron-core that is to load the target; None for the newest known.
+        zero_stage: ``deepspeed``: what data-parallel ranks share out, 1 to 3; None as in the source.
+        memory_budget_bytes: bound for all buffers.
+        n_workers: threads, None for a number that suits the machine.
+        overwrite: replace what is at the target.
+        resume: go on with an unfinished target.
+        durable: fsync before the target gets its name.
+        digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
+            a URL, None for nowhere.
+        share: which part of the work is this process's, where several were started with equal arguments.
+        sidecar: to dcp, the metadata once more as Arrow columns; None where there are many chunks.
+
+    Raises:
+        LayoutError: names that no rule covers, or a mesh that does not fit.
+        CkptError: see ``errors``.
+    """
+    if mesh is not None and (tp, pp, dp, ep) != (1, 1, 1, 1):
+        raise UsageError("--mesh already names the sizes of all axes", hint="leave out --tp, --pp, --dp and --ep")
+    target_mesh = parse_mesh(mesh) if mesh is not None else default_mesh(tp=tp, pp=pp, dp=dp, ep=ep)
+    writer = writer_named(to)
+    if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
+        raise UsageError(
+            f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
+            hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
+        )
+    if rank_state == "emit" and not writer.name.startswith("megatron"):
+        raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
+    checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
+    with ExitStack() as opened:
+        opened.push(checkpoint)
+        selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
+        manifest, blobs = selection.manifest, checkpoint.load_blobs()
+        dropped, notes = selection.dropped, [*selection.notes]
+        options = WriterOptions(
+            vpp=vpp,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+            zero_stage=zero_stage,
+            mcore_version=mcore_version,
+            fresh_random_states=rank_state == "emit",
+            model_dtype=None if dtype is None else dtype_named(dtype),
+            sidecar=sidecar,
+        )
+        if isinstance(writer, ArrangingWriter):
+            manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
+            manifest = writer.arranged(manifest, blobs, _sizes(target_mesh), options)
+        elif isinstance(writer, PlacingWriter):
+            from ckpt_tool.api.convert.megatron_source import MegatronOptions, as_megatron
+
+            said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
+            taken = as_megatron(
+                checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1), is_live=writer.per_rank
+            )
+            manifest, blobs = taken.manifest, taken.blobs
+            dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
+        carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
+        if optim_style is not None:
+            carried, restyled = _restyled(carried, optim_style)
+            notes += restyled
+            if isinstance(writer, StyledWriter):
+                manifest, blobs = writer.restyled(carried.manifest, carried.blobs, optim_style)
+                carried = replace(carried, manifest=manifest, blobs=blobs)
+        manifest = carried.manifest
+        tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
+        if isinstance(writer, PlacingWriter):
+            boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
+        elif target_mesh.world_size == 1:
+            boxes = whole_boxes(tensors)
+        else:
+            needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
+            rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
+            placed = place(
+                tensors.fqns,
+                [tensors.shape_of(row) for row in range(len(tensors))],
+                target_mesh,
+                rule_set,
+                dp_mode=dp_mode,
+                default=default,
+                stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
+                numbered=_numbered_parameters(manifest),
+            )
+            notes += [*evidence, *placed.notes] if needs_rules else placed.notes
+            policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
+            boxes = _stored_boxes(placed, tensors, target_mesh, policy)
+        conversion = build_conversion(
+            checkpoint,
+            manifest,
+            target,
+            writer=writer,
+            tensors=tensors,
+            boxes=boxes,
+            mesh=target_mesh,
+            blobs=carried.blobs if writer.per_rank or isinstance(writer, PlacingWriter) else by_name(carried.blobs),
+            dropped=(*dropped, *carried.dropped),
+            notes=notes,
+            options=options,
+            execution=Execution(
+                memory_budget_bytes,
+                n_workers or default_workers(),
+                overwrite,
+                resume,
+                durable,
+                manifest_url_for(target, digest),
+                share,
+            ),
+        )
+        opened.pop_all()  # it stays open for the run
+        return conversion
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    n_processes: int = 1,
+    **options: Any,
+) -> ConversionResult:
+    """Reshard a checkpoint; arguments as in ``prepare_reshard``.
+
+    ``n_processes`` on this machine share the work, threads and memory. Their start imports the caller's main module,
+    which must not run again when imported.
+    """
+    if n_processes > 1:
+        from ckpt_tool.api.convert.processes import processes, shared_options  # 5 ms of start-up that few runs need
+
+        shared = shared_options({"source": source, "target": target, **options}, n_processes)
+        with processes(prepare_reshard, shared, n_processes) as share:
+            return _run(prepare_reshard(**shared, share=share), progress)
+    return _run(prepare_reshard(source, target, **options), progress)
+
+
+def _run(conversion: Conversion, progress: Callable[[Progress], None] | None) -> ConversionResult:
+    with conversion.checkpoint:
+        return conversion.run(progress)
+
+
+def _carried(
+    writer: Writer,
+    manifest: Manifest,
+    blobs: tuple[Blob, ...],
+    mesh: Mesh,
+    rank_state: Literal["keep", "drop", "emit"] | None,
+) -> Carried:
+    """What goes into the target: by the writer's own word, or by the policy for states of ranks."""
+    if isinstance(writer, PlacingWriter):
+        return without(manifest, blobs, writer.left_out(manifest, blobs, _sizes(mesh), rank_state))
+    policy = None if rank_state == "emit" else rank_state
+    return carry_rank_state(manifest, blobs, dp_size=_data_size(mesh), world_size=mesh.world_size, policy=policy)
+
+
+def _restyled(carried: Carried, style: str) -> tuple[Carried, tuple[str, ...]]:
+    """What is carried, its optimizers spelled in another way, and notes about it."""
+    from ckpt_tool.manifest.optimizer_style import restyle_optimizers  # 5 ms of start-up that few runs need
+
+    found = restyle_optimizers(carried.manifest, carried.blobs, style)
+    return replace(carried, manifest=found.manifest, blobs=found.blobs), found.notes
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return dict(zip(mesh.axes, mesh.sizes, strict=True))
+
+
+def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
+    """Names of the parameters that an optimizer numbers; empty with several optimizers, whose numbers may differ."""
+    if not any(isinstance(key, int) for path in manifest.tensors.paths or () for key in path):
+        return {}
+    from ckpt_tool.manifest.optimizer import optimizer_views  # 5 ms of start-up, and most optimizers use names
+
+    views = optimizer_views(manifest)
+    return dict(views[0].names) if len(views) == 1 else {}
+
+
+def _data_size(mesh: Mesh) -> int:
+    """Number of data-parallel ranks: those that read different data."""
+    size = 1
+    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
+        if (axis in _DATA_AXES and axis != "cp") or axis == "ep":
+            size *= n
+    return size
+
+
+def _stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, policy: str) -> BoxTable:
+    """The boxes that are written: every replica, one per data-parallel group, or one."""
+    rows = np.arange(len(placed.tensor))
+    if policy != "all":
+        group = placed.tensor.astype(np.int64)
+        if policy == "groups":  # replicas on other model-parallel ranks are needed there
+            coords = mesh.coords()
+            kept = [i for i, axis in enumerate(mesh.axes) if axis not in _DATA_AXES]
+            place_number = np.zeros(mesh.world_size, dtype=np.int64)
+            for axis in kept:
+                place_number = place_number * mesh.sizes[axis] + coords[:, axis]
+            group = group * mesh.world_size + place_number[placed.rank]
+        same = exact_duplicates(placed.offsets, placed.sizes, group)
+        nbytes = np.prod(placed.sizes, axis=1) * tensors.bits[placed.tensor] // 8
+        rows = choose_replicas(same, placed.rank.astype(np.int64), nbytes, mesh.world_size)
+    order = rows[np.lexsort((placed.rank[rows], placed.tensor[rows]))]
+    return BoxTable(placed.tensor[order], placed.offsets[order], placed.sizes[order], placed.rank[order])

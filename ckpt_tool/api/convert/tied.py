@@ -1,0 +1,97 @@
+"""Tied tensors: one parameter under two names, stored as the same bytes or as equal copies."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.api.convert.conversion import Dropped
+from ckpt_tool.api.convert.rank_state import without
+from ckpt_tool.api.rules import rules_for
+from ckpt_tool.layout.resolve import rows_of_kind
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.tables import IntArray
+
+__all__ = ["groups_of_shared_bytes", "without_tied"]
+
+
+def without_tied(
+    checkpoint: Checkpoint, manifest: Manifest, tied: str
+) -> tuple[Manifest, tuple[Dropped, ...], tuple[str, ...]]:
+    """The manifest without tensors that repeat an earlier one, as far as ``tied`` says so; and what to say about it.
+
+    ``keep`` leaves all, ``drop`` takes repeats away, ``auto`` does so when the config says ``tie_word_embeddings``.
+    Tensors that are the same bytes of the same files are tied whatever their names. Equal copies are tied only where
+    the family's rules call both a vocabulary: a layer made of copies of another, as in an upcycled mixture of experts,
+    is not. Copies are compared by digests, which reads them once.
+    """
+    shared = groups_of_shared_bytes(manifest)
+    says_tied = bool(manifest.info.get("config", {}).get("tie_word_embeddings"))
+    if tied == "keep" or (tied == "auto" and not says_tied):
+        named = "; ".join(" = ".join(group) for group in shared[:3])
+        notes = (
+            (f"{len(shared):,} groups of tensors share their bytes and are each written: {named}",) if shared else ()
+        )
+        return manifest, (), notes
+    why = {fqn: f"shares its bytes with {group[0]}" for group in shared for fqn in group[1:]}
+    copies, said_of_copies = _equal_vocabularies(
+        checkpoint, manifest, [fqn for fqn in manifest.tensors.fqns if fqn not in why]
+    )
+    why |= copies
+    if not why:
+        return manifest, (), said_of_copies
+    left = without(manifest, (), why)
+    return left.manifest, left.dropped, said_of_copies
+
+
+def _equal_vocabularies(
+    checkpoint: Checkpoint, manifest: Manifest, fqns: Sequence[str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Why a vocabulary of ``fqns`` repeats another, by fqn; and a note about those that could but do not."""
+    rules, _ = rules_for(fqns, None, is_optional=True)
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for row in rows_of_kind(fqns, rules, "vocab"):
+        meta = manifest.tensor(fqns[row])
+        alike[meta.dtype.name, meta.shape].append(meta.fqn)
+    candidates = [group for group in alike.values() if len(group) > 1]
+    if not candidates:
+        return {}, ()
+    from ckpt_tool.api.digest import digests  # 5 ms of start-up that few exports need
+
+    names = [f"re:^{re.escape(fqn)}$" for group in candidates for fqn in group]
+    content = {row.fqn: row.digest for row in digests(checkpoint, include=names, wide=True).rows}
+    why, differ = dict[str, str](), []
+    for group in candidates:
+        for number, fqn in enumerate(group[1:], start=1):
+            same = next((first for first in group[:number] if content[first] == content[fqn]), None)
+            if same is None:
+                differ.append(f"{group[0]} and {fqn}")
+            else:
+                why[fqn] = f"equal to {same}"
+    return why, ((f"not tied, their values differ: {'; '.join(differ)}",) if differ else ())
+
+
+def groups_of_shared_bytes(manifest: Manifest) -> list[tuple[str, ...]]:
+    """Groups of tensors that are the same bytes of the same files, in table order.
+
+    Only what the files themselves share counts; equal copies do not.
+    """
+    chunks = manifest.chunks
+    order, starts = chunks.by_tensor
+    live = chunks.length > 0
+    found: dict[bytes, list[int]] = {}
+    for tensor in range(len(starts) - 1):
+        rows: IntArray = order[starts[tensor] : starts[tensor + 1]]
+        rows = rows[live[rows]]
+        if not len(rows):
+            continue
+        place = np.column_stack(
+            [chunks.file[rows], chunks.offset[rows], chunks.length[rows], chunks.offsets[rows], chunks.sizes[rows]]
+        )
+        key = np.ascontiguousarray(place[np.lexsort(place.T)]).tobytes() + bytes(manifest.tensors.ndim[tensor])
+        found.setdefault(key, []).append(tensor)
+    return [tuple(manifest.tensors.fqns[t] for t in group) for group in found.values() if len(group) > 1]

@@ -1,0 +1,1 @@
+"""Inside a training job: live state filled from a checkpoint, and written as one."""

@@ -1,0 +1,225 @@
+"""Matching finds what each tensor and value of a live state is called in a checkpoint, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from ckpt_tool.api.convert.names import module_names
+from ckpt_tool.dtypes import DType
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
+
+__all__ = [
+    "Expected",
+    "Match",
+    "NameMap",
+    "Problem",
+    "SavedValues",
+    "match_tensors",
+    "misfit",
+    "unexpected_tensors",
+]
+
+
+NameMap: TypeAlias = Mapping[str, str] | Callable[[str], str]
+"""What a tensor of the state is called in the checkpoint."""
+
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One tensor that the state has."""
+
+    path: KeyPath
+    shape: tuple[int, ...]
+    dtype: DType
+    may_differ: bool = False
+    """Whether its shape may be another one, of as many dimensions."""
+
+    @property
+    def fqn(self) -> str:
+        """Keys joined by dots."""
+        return ".".join(str(key) for key in self.path)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """Something that does not fit."""
+
+    kind: str
+    """``missing``, ``shape``, ``dtype`` or ``unexpected``."""
+    fqn: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Rows of the checkpoint's tensors for those of the state."""
+
+    rows: tuple[int, ...]
+    """One per expected tensor, -1 where the checkpoint has none."""
+    problems: tuple[Problem, ...]
+    renamed: tuple[tuple[str, str], ...]
+    """(name in the state, name in the checkpoint) of pairs that differ by outer keys or wrappers' prefixes."""
+
+
+def match_tensors(
+    manifest: Manifest,
+    expected: Sequence[Expected],
+    *,
+    names: NameMap | None,
+    cast: bool,
+) -> Match:
+    """The checkpoint's row of each expected tensor.
+
+    Looked for by the given names, then by the dotted name, by the keys of the path, and last by the name that the
+    module itself gives, without a trainer's outer key and wrappers' prefixes, where only one tensor has it.
+    """
+    tensors = manifest.tensors
+    others = _OtherNames(manifest, expected)
+    rows, problems, renamed = [], list[Problem](), []
+    for number, each in enumerate(expected):
+        fqn = each.fqn
+        asked = _asked(names, fqn)
+        row = tensors.index.get(asked, -1)
+        if row < 0:
+            row = others.by_path.get(asked, -1)
+        if row < 0 and asked == fqn:
+            row = others.by_module(number)
+            if row >= 0:
+                renamed.append((fqn, tensors.fqns[row]))
+        rows.append(row)
+        if row < 0:
+            problems.append(Problem("missing", fqn, "not in the checkpoint"))
+    shapes = tensors.shape[rows, :].tolist() if rows else []
+    for each, row, padded in zip(expected, rows, shapes, strict=True):
+        if row < 0:
+            continue
+        shape, dtype = tuple(padded[: tensors.ndim[row]]), tensors.dtypes[row]
+        if shape != each.shape and not (each.may_differ and len(shape) == len(each.shape)):
+            problems.append(Problem("shape", each.fqn, f"expected {list(each.shape)}, got {list(shape)}"))
+        if dtype != each.dtype and not (cast and dtype.numpy is not None and each.dtype.numpy is not None):
+            problems.append(Problem("dtype", each.fqn, f"expected {each.dtype.name}, got {dtype.name}"))
+    return Match(tuple(rows), tuple(problems), tuple(renamed))
+
+
+class _OtherNames:
+    """What else tensors may be found by; made only when something is not found by its name."""
+
+    def __init__(self, manifest: Manifest, expected: Sequence[Expected]) -> None:
+        self._tensors, self._expected = manifest.tensors, expected
+
+    @cached_property
+    def _paths(self) -> Sequence[KeyPath]:
+        tensors = self._tensors
+        return tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
+
+    @cached_property
+    def by_path(self) -> dict[str, int]:
+        """Row by the keys of the path."""
+        return {".".join(str(key) for key in path): row for row, path in enumerate(self._paths)}
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """By expected tensor, the row of the same module name where only one tensor of each side has it."""
+        saved, wanted = module_names(self._paths), module_names([each.path for each in self._expected])
+        n_saved, n_wanted = Counter(saved), Counter(wanted)
+        lone = {name: row for row, name in enumerate(saved) if n_saved[name] == 1}
+        return [lone.get(name, -1) if n_wanted[name] == 1 else -1 for name in wanted]
+
+    def by_module(self, number: int) -> int:
+        """Row of an expected tensor by the name that the module itself gives it, -1 where that is not clear."""
+        return self._rows[number]
+
+
+def _asked(names: NameMap | None, fqn: str) -> str:
+    if names is None:
+        return fqn
+    return names(fqn) if callable(names) else names.get(fqn, fqn)
+
+
+def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
+    """Tensors that no rank's state has, of those parts of the checkpoint that it has some tensor of.
+
+    A part is a section (model, optimizer, other) below one outermost key, so that a model loads without the optimizer
+    that was saved beside it.
+    """
+    tensors = manifest.tensors
+    paths = tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
+    parts = [
+        (section, path[0] if len(path) > 1 else None)
+        for section, path in zip(tensors.section.tolist(), paths, strict=True)
+    ]
+    wanted = {parts[row] for row in used}
+    return [
+        Problem("unexpected", tensors.fqns[row], "not in the state")
+        for row, part in enumerate(parts)
+        if row not in used and part in wanted
+    ]
+
+
+class SavedValues:
+    """The objects of a checkpoint that are no tensors, by name."""
+
+    def __init__(self, blobs: Sequence[Blob], rank: int) -> None:
+        self._by_name: dict[str, Blob] = {}
+        for blob in blobs:
+            if not blob.is_loaded:
+                continue
+            name = ".".join(str(key) for key in (blob.path or (blob.fqn,)))
+            if name not in self._by_name or blob.rank == rank:
+                self._by_name[name] = blob
+
+    @cached_property
+    def _by_module(self) -> dict[str, Blob]:
+        """By the name without a trainer's outer key, where only one object has it."""
+        blobs = list(self._by_name.values())
+        names = module_names([blob.path or (blob.fqn,) for blob in blobs])
+        counts = Counter(names)
+        return {name: blob for name, blob in zip(names, blobs, strict=True) if counts[name] == 1}
+
+    def find(self, path: KeyPath) -> tuple[bool, Any]:
+        """``(found, value)``: the object of that name, or the place for it inside an object above.
+
+        Of objects that every rank saved for itself this rank's is taken, and where there is none the first.
+        """
+        keys = [str(key) for key in path]
+        for depth in range(len(keys), 0, -1):
+            blob = self._by_name.get(".".join(keys[:depth]))
+            if blob is not None:
+                return _inside(blob.value, keys[depth:])
+        blob = self._by_module.get(".".join(keys))
+        return (False, None) if blob is None else (True, blob.value)
+
+
+def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:
+    for key in keys:
+        if isinstance(value, Mapping):
+            by_text = {str(each): each for each in value}
+            if key not in by_text:
+                return False, None
+            value = value[by_text[key]]
+        elif isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return False, None
+    return True, value
+
+
+def misfit(url: str, problems: list[Problem], manifest: Manifest) -> LayoutError:
+    """One error for all that does not fit."""
+    counts = {kind: sum(each.kind == kind for each in problems) for kind in ("missing", "unexpected", "shape", "dtype")}
+    summary = ", ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
+    lines = [f"  {each.kind}: {each.fqn}: {each.text}" for each in problems[:_LISTED]]
+    if len(problems) > _LISTED:
+        lines.append(f"  and {len(problems) - _LISTED:,} more")
+    hint = "pass cast=True to convert element types" if counts["dtype"] else None
+    if counts["missing"] or counts["unexpected"]:
+        near = ", ".join(manifest.tensors.fqns[:2])
+        hint = f"the checkpoint's names are like {near}; map them with names=, or pass strict=False"
+    return LayoutError("the state does not fit: " + summary + "\n" + "\n".join(lines), where=url, hint=hint)

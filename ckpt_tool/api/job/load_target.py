@@ -1,0 +1,93 @@
+"""The target of a load: which boxes of which saved tensors the live state of this rank is to be filled with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, match_tensors
+from ckpt_tool.engine.landing import Landing, box_rows
+from ckpt_tool.geometry.box import Box, intersect
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.tables import IntArray
+
+if TYPE_CHECKING:
+    from ckpt_tool.frameworks.state import LiveState
+
+__all__ = ["StateKey", "Target", "matched", "state_key", "target_of"]
+
+StateKey: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """This rank's side of the join; holds no tensor, so that it outlives a load."""
+
+    match: Match
+    places: tuple[tuple[int, int, int, Box], ...]
+    """(leaf, part of it, row of the checkpoint's tensors, box) of what is to be filled; the box is the part's, or the
+    start of it where the saved tensor is shorter."""
+    rows: IntArray
+    """`box_rows` of ``places``, and of the tensors of which this rank holds nothing."""
+    filled_nbytes: int
+
+    def problems(self, *, strict: bool) -> list[Problem]:
+        """What does not fit on this rank."""
+        return [problem for problem in self.match.problems if strict or problem.kind != "missing"]
+
+    def landings(self, live: LiveState) -> dict[int, Landing]:
+        """The memory of ``live`` that ``places`` are, by position; ``live`` must have the structure of this target."""
+        from ckpt_tool.frameworks.memory import memory_of
+
+        leaves = live.leaves
+        return {
+            number: Landing(row, box, leaves[leaf].dtype, memory_of(_start(leaves[leaf].parts[part].view, box)))
+            for number, (leaf, part, row, box) in enumerate(self.places)
+        }
+
+
+def _start(view: Any, box: Box) -> Any:
+    return view if tuple(view.shape) == box.sizes else view[tuple(slice(size) for size in box.sizes)]
+
+
+def state_key(live: LiveState) -> StateKey:
+    """Equal for states that differ in nothing but their numbers and where in memory these are."""
+    leaves = [
+        (
+            leaf.path, leaf.dtype.name, leaf.shape,
+            tuple([(part.box.offsets, part.box.sizes, part.view.stride(), part.view.device.type)
+                   for part in leaf.parts]),
+        )
+        for leaf in live.leaves
+    ]  # fmt: skip
+    return (tuple(leaves), tuple(slot.path for slot in live.slots))
+
+
+def matched(live: LiveState, manifest: Manifest, names: NameMap | None, *, cast: bool) -> Match:
+    """The checkpoint's row of each tensor of the state."""
+    expected = [Expected(leaf.path, leaf.shape, leaf.dtype, leaf.may_differ) for leaf in live.leaves]
+    return match_tensors(manifest, expected, names=names, cast=cast)
+
+
+def target_of(live: LiveState, manifest: Manifest, match: Match) -> Target:
+    """What is to be filled of ``live``, where it fits."""
+    bad = {problem.fqn for problem in match.problems}
+    width = manifest.tensors.shape.shape[1]
+    places: list[tuple[int, int, int, Box]] = []
+    filled = 0
+    for number, (leaf, row) in enumerate(zip(live.leaves, match.rows, strict=True)):
+        if row < 0 or (bad and leaf.fqn in bad):
+            continue
+        saved = Box.whole(manifest.tensors.shape_of(row)) if leaf.may_differ else None
+        for position, part in enumerate(leaf.parts):
+            box = part.box if saved is None else intersect(part.box, saved)
+            if box is not None and box.volume:
+                places.append((number, position, row, box))
+                filled += leaf.dtype.nbytes(box.volume)
+    present = sorted({row for row in match.rows if row >= 0})  # also those of which this rank holds nothing
+    empty = np.zeros((len(present), 1 + 2 * width), dtype=np.int64)
+    empty[:, 0] = present
+    rows = np.concatenate([box_rows([(row, box) for _, _, row, box in places], width), empty])
+    return Target(match, tuple(places), rows, filled)

@@ -1,0 +1,340 @@
+"""A rule says whether the files of one step are all there, from their names and sizes and a few small reads.
+
+What the formats' own metadata says is believed before any rule about names. Payload is not looked at: that is what
+``verify`` is for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from ckpt_tool.api.runs.names import TRACKERS, StepFiles
+from ckpt_tool.checks.extents import extent_findings, measure
+from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.formats.base import Reader, Source
+from ckpt_tool.formats.registry import iter_readers
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.sizes import format_bytes
+from ckpt_tool.storage.store import Listing, Store
+from ckpt_tool.storage.subfolder import Subfolder
+from ckpt_tool.storage.urls import join_url
+
+__all__ = ["Judgement", "families", "judge", "tracker_text"]
+
+_SURE = 0.9
+_TAKEN_ABOVE = 0.5
+_MAX_PARTS = 16
+_MAX_METADATA_NBYTES = 64 << 20
+_MAX_TRACKER_NBYTES = 1024
+_EXAMPLES = 3
+# Readers whose manifest comes from metadata files alone, whatever the number of ranks.
+_READ_FROM_METADATA = frozenset({"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "orbax", "torchsnapshot"})
+_PAYLOAD = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|npy)$")
+_UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/)CKPT_UNFINISHED$")
+_TAIL_NBYTES = 64 << 10
+
+# Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
+# are there. Layers and experts of DeepSpeed are numbered with gaps.
+_GRIDS = (
+    re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+    re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"),
+    re.compile(r"mp_rank_(\d+)_model_states\.pt"),
+    re.compile(r"(?:.*/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt"),
+    re.compile(r"(?:.*/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/distrib_optim\.pt"),
+    re.compile(r"(?:.*/)?__(\d+)\.metadata"),
+)
+_OF_WORLD = re.compile(r"(.*?)_world_size_(\d+)_rank_(\d+)\.pt")
+_OF_SHARDS = re.compile(r"(.*?)-(\d+)-of-(\d+)\.(safetensors|bin)")
+_INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
+_RANKS = re.compile(r"(?:.*[/_])?(?:rank)?_(\d+)(?:_\d+)?\.(?:distcp|safetensors)")
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was found of one step."""
+
+    parts: tuple[tuple[str, str], ...]
+    """(folder below the step, format) of each checkpoint in it; empty folder for the step itself."""
+    problems: tuple[str, ...]
+    """Why it is not complete; empty when nothing is missing."""
+    layout: str | None
+    """World size or mesh, as far as names or metadata tell."""
+    is_committed: bool
+    """The format itself says that the save ended: a metadata file that is written last, or a folder that is renamed."""
+
+
+def judge(step: StepFiles, store: Store, url: str) -> Judgement:
+    """What the files of a step are, and what is missing.
+
+    Cost: the first bytes of a few files, and metadata files: a request or two for most formats.
+
+    Args:
+        step: the files.
+        store: of the run.
+        url: of the run.
+    """
+    sources = _sources(step, store, url)
+    problems: list[str] = []
+    if step.name.is_temporary:
+        problems.append("a temporary name: its save is under way, or was killed")
+    if step.is_marked:
+        problems.append(f"{step.path}-unfinished lies beside it")
+    if not step.sizes:
+        problems.append("an empty folder")
+    problems += _by_names(step)
+    parts: list[tuple[str, str]] = []
+    layouts: list[str] = []
+    is_committed = False
+    for folder, source, reader in sources:
+        parts.append((folder, reader.name))
+        read = _by_metadata(source, reader)
+        problems += [f"{folder}/{text}" if folder else text for text in read.problems]
+        is_committed = is_committed or read.manifest is not None
+        layout = _layout(source.listing, read.manifest)
+        layouts += [layout] if layout and layout not in layouts else []
+    if not parts and _is_orbax(step):
+        parts, is_committed = [("", "orbax")], True
+    elif not parts and step.sizes:
+        parts = [("", name)] if (name := _format_by_names(step)) is not None else []
+        if not parts and not problems:
+            problems.append("no checkpoint that is known")
+    return Judgement(tuple(parts), tuple(dict.fromkeys(problems)), ", ".join(layouts) or None, is_committed)
+
+
+def families(step: StepFiles) -> set[str]:
+    """Kinds of files by their names with numbers taken out: what steps of one run have in common.
+
+    >>> from ckpt_tool.api.runs.names import StepName
+    >>> sorted(families(StepFiles("s", StepName(1, False), False, {"a_0.pt": 1, "a_1.pt": 1, "b": 1})))
+    ['a_#.pt', 'b']
+    """
+    return {re.sub(r"\d+", "#", path) for path in step.sizes}
+
+
+def tracker_text(store: Store, path: str, nbytes: int) -> str | None:
+    """What a tracker file names, None where it holds something else: one small request."""
+    if not 0 < nbytes <= _MAX_TRACKER_NBYTES:
+        return None
+    text = store.read(path, 0, nbytes).decode("utf-8", "replace").strip()
+    return text if text and text.isprintable() and "\ufffd" not in text else None
+
+
+def _sources(step: StepFiles, store: Store, url: str) -> list[tuple[str, Source, Reader]]:
+    """The checkpoints that a step is made of: the step itself, or folders in it (verl's actor and critic)."""
+    if step.is_file:
+        name = step.path.rpartition("/")[2]
+        inner: Store = Subfolder(store, step.parent) if step.parent else store
+        source = Source(inner, Listing(join_url(url, step.parent), dict(step.sizes), entry=name))
+        reader = _reader(source)
+        return [] if reader is None else [("", source, reader)]
+    whole = _source(step.sizes, store, step.path, url)
+    reader = _reader(whole)
+    if reader is not None:
+        return [("", whole, reader)]
+    grouped: dict[str, dict[str, int]] = {}
+    for path, nbytes in step.sizes.items():
+        folder, slash, rest = path.partition("/")
+        if slash:
+            grouped.setdefault(folder, {})[rest] = nbytes
+    found = []
+    for folder in sorted(grouped)[:_MAX_PARTS]:
+        source = _source(grouped[folder], store, f"{step.path}/{folder}" if step.path else folder, url)
+        reader = _reader(source)
+        if reader is not None:
+            found.append((folder, source, reader))
+    return found
+
+
+def _source(sizes: Mapping[str, int], store: Store, folder: str, url: str) -> Source:
+    inner: Store = Subfolder(store, folder) if folder else store
+    return Source(inner, Listing(join_url(url, folder) if folder else url, dict(sizes)))
+
+
+def _reader(source: Source) -> Reader | None:
+    """The reader that knows a source, without a word on why others do not."""
+    best: tuple[float, Reader | None] = (_TAKEN_ABOVE, None)
+    for reader in iter_readers(source.listing.paths):
+        try:
+            confidence = reader.probe(source).confidence
+        except StorageError:
+            raise
+        except CkptError:
+            continue
+        if confidence >= _SURE:
+            return reader
+        if confidence > best[0]:
+            best = confidence, reader
+    return best[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    problems: tuple[str, ...]
+    manifest: Manifest | None
+    """None where there is no metadata, or it was not read."""
+
+
+def _by_metadata(source: Source, reader: Reader) -> _Read:
+    """What the checkpoint's own metadata says that its files should be."""
+    listing = source.listing
+    if reader.name in _READ_FROM_METADATA:
+        metadata = [path for path in listing.sizes if path.rpartition("/")[2] in {".metadata", "metadata.json"}]
+        if sum(listing.sizes[path] for path in metadata) > _MAX_METADATA_NBYTES:
+            return _Read((), None)
+        try:
+            manifest = reader.read(source)
+        except StorageError:
+            raise
+        except CkptError as error:
+            return _Read((f"its metadata cannot be read: {error}",), None)
+        missing = extent_findings(manifest, listing, measure(manifest, listing))
+        return _Read(tuple(finding.message for finding in missing), manifest)
+    problems = [text for path in listing.paths if _INDEX.fullmatch(path) for text in _by_index(source, path)]
+    if listing.entry is not None:
+        problems += _by_tail(source, listing.entry)
+    tracker = next((path for path in TRACKERS if path in listing.sizes), None)
+    if tracker is not None:
+        tag = tracker_text(source.store, tracker, listing.sizes[tracker])
+        if tag is not None and not any(path.startswith(f"{tag}/") for path in listing.sizes):
+            problems.append(f"{tracker} names {tag}, which is not here")
+    return _Read(tuple(problems), None)
+
+
+def _by_index(source: Source, path: str) -> Iterator[str]:
+    """Files that an index of shards names and that are not there, or cannot hold its bytes."""
+    listing = source.listing
+    if listing.sizes[path] > _MAX_METADATA_NBYTES:
+        return
+    try:
+        document = json.loads(source.read_whole(path))
+        names = set(document["weight_map"].values())
+        total = document.get("metadata", {}).get("total_size")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names, total = {None}, None
+    if not all(isinstance(name, str) for name in names):
+        yield f"{path} is no index of shards"
+        return
+    missing = sorted(name for name in names if name not in listing.sizes)
+    if missing:
+        yield f"{path} names {len(missing):,} of {len(names):,} files that are missing: {_some(missing)}"
+    elif isinstance(total, int) and (held := sum(listing.sizes[name] for name in names)) < total:
+        yield f"the shards of {path} have {format_bytes(held)} together, expected at least {format_bytes(total)}"
+
+
+def _by_tail(source: Source, path: str) -> Iterator[str]:
+    """Whether a single file is cut: a zip ends with its directory, a safetensors file where its header says."""
+    nbytes = source.listing.sizes[path]
+    head = source.head(path, min(nbytes, 8))
+    if head.startswith(b"PK\x03\x04"):
+        start = max(nbytes - _TAIL_NBYTES, 0)
+        if b"PK\x05\x06" not in source.store.read(path, start, nbytes - start):
+            yield f"{path} is cut: a zip file without its directory"
+    elif path.endswith(".safetensors") and len(head) == 8:
+        length = int.from_bytes(head, "little")
+        if length > min(nbytes - 8, _MAX_METADATA_NBYTES):
+            yield f"{path} is cut within its header"
+            return
+        try:
+            header = json.loads(source.store.read(path, 8, length))
+            ends = [int(each["data_offsets"][1]) for name, each in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
+            yield f"{path} has no header of a safetensors file"
+            return
+        end = max(ends, default=0)
+        if nbytes < 8 + length + end:
+            yield f"{path} is cut: {nbytes:,} bytes, expected {8 + length + end:,}"
+
+
+def _by_names(step: StepFiles) -> Iterator[str]:
+    """What names and sizes alone say."""
+    unfinished = [path for path in step.sizes if _UNFINISHED.search(path)]
+    if unfinished:
+        yield f"{len(unfinished):,} unfinished files: {_some(unfinished)}"
+    empty = [path for path, nbytes in step.sizes.items() if nbytes == 0 and _PAYLOAD.search(path)]
+    if empty:
+        yield f"{len(empty):,} empty files: {_some(empty)}"
+    yield from _without_metadata(step)
+    yield from _grids(step)
+
+
+def _without_metadata(step: StepFiles) -> Iterator[str]:
+    """Folders of a DCP checkpoint that lack the file which is written last."""
+    folders = {path.rpartition("/")[0] for path in step.sizes if path.endswith(".distcp")}
+    for folder in sorted(folders):
+        name = f"{folder}/.metadata" if folder else ".metadata"
+        ranks = [path for path in step.sizes if path.rpartition("/")[0] == folder and path.endswith(".metadata")]
+        outer = folder.rpartition("/")[0]
+        if not ranks and f"{outer}/.metadata".lstrip("/") not in step.sizes:
+            yield f"no {name}: its save did not end"
+        elif step.sizes.get(name) == 0:
+            yield f"{name} is empty"
+
+
+def _grids(step: StepFiles) -> Iterator[str]:
+    """Files of ranks or shards whose numbers leave gaps."""
+    for pattern in _GRIDS:
+        numbers: set[tuple[int, ...]] = set()
+        sample: tuple[str, re.Match[str]] | None = None
+        for path in step.sizes:
+            match = pattern.fullmatch(path.rpartition("/")[2]) or pattern.fullmatch(path)
+            if match is not None:
+                numbers.add(tuple(int(n) for n in match.groups() if n is not None))
+                sample = sample or (path, match)
+        if sample is None or len({len(each) for each in numbers}) != 1:
+            continue
+        sizes = [max(column) + 1 for column in zip(*numbers, strict=True)]
+        missing = [each for each in product(*map(range, sizes)) if each not in numbers]
+        if missing:
+            example = re.sub(r"\d+", "#", sample[0])
+            yield f"{len(missing):,} of {len(missing) + len(numbers):,} files {example} are missing: {_some(missing)}"
+    for pattern, first in ((_OF_WORLD, 0), (_OF_SHARDS, 1)):
+        found: dict[tuple[str, ...], set[int]] = {}
+        for path in step.sizes:
+            match = pattern.fullmatch(path)
+            if match is not None:
+                total, number = (match[2], match[3]) if pattern is _OF_WORLD else (match[3], match[2])
+                found.setdefault((match[1], total), set()).add(int(number))
+        for (name, total), have in found.items():
+            lost = sorted(set(range(first, int(total) + first)) - have) if int(total) <= len(step.sizes) * 64 else [0]
+            if lost:
+                yield f"{len(lost):,} of {int(total):,} files {name} are missing: {_some(lost)}"
+
+
+def _is_orbax(step: StepFiles) -> bool:
+    marks = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "commit_success.txt"}
+    return any(path.rpartition("/")[2] in marks for path in step.sizes)
+
+
+def _format_by_names(step: StepFiles) -> str | None:
+    """What an incomplete step was to become."""
+    endings = ((".distcp", "dcp"), ("_optim_states.pt", "deepspeed"), ("model_optim_rng.pt", "megatron-legacy"))
+    for ending, name in (*endings, (".safetensors", "safetensors"), (".bin", "hf-bin"), (".ckpt", "torch-save")):
+        if any(path.endswith(ending) for path in step.sizes):
+            return name
+    return "torch-save" if any(path.endswith((".pt", ".pth")) for path in step.sizes) else None
+
+
+def _layout(listing: Listing, manifest: Manifest | None) -> str | None:
+    """The mesh, or the number of ranks or shards that names tell."""
+    if manifest is not None and manifest.mesh is not None:
+        return " ".join(f"{a}={n}" for a, n in zip(manifest.mesh.axes, manifest.mesh.sizes, strict=True))
+    ranks, grid = 0, set[tuple[str | None, ...]]()
+    for path in listing.paths:
+        name = path.rpartition("/")[2]
+        numbered, world = _RANKS.fullmatch(path), _OF_WORLD.fullmatch(path)
+        cell = _GRIDS[0].fullmatch(name) or _GRIDS[3].fullmatch(path)
+        ranks = max(ranks, int(numbered[1]) + 1 if numbered else int(world[2]) if world else 0)
+        if cell is not None:
+            grid.add(cell.groups())
+    n = ranks or len(grid)
+    return f"{n:,} rank{'s' if n > 1 else ''}" if n else None
+
+
+def _some(names: Iterable[object]) -> str:
+    listed = [str(name) for name in names]
+    more = f" and {len(listed) - _EXAMPLES:,} more" if len(listed) > _EXAMPLES else ""
+    return ", ".join(listed[:_EXAMPLES]) + more

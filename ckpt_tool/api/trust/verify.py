@@ -1,0 +1,167 @@
+"""Verification of a checkpoint at a path or URL: what is wrong with it, as typed findings."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
+from ckpt_tool.api.manifest_file import read_manifest
+from ckpt_tool.api.trust.digest_check import check_digests
+from ckpt_tool.api.trust.verify_against import compare_with
+from ckpt_tool.api.workers import reading_workers
+from ckpt_tool.checks.extents import measure
+from ckpt_tool.checks.payload import check_content, check_headers
+from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
+from ckpt_tool.checks.structure import structure_findings
+from ckpt_tool.checks.tolerant import read_tolerantly
+from ckpt_tool.engine.base import Progress
+from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.detect import detect
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.storage.open import open_store
+
+__all__ = ["VerifyReport", "verify"]
+
+
+def verify(  # noqa: PLR0913 - one argument per option of the command
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    *,
+    level: str = "default",
+    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+    manifest: str | os.PathLike[str] | None = None,
+    strip_prefixes: Sequence[str] = (),
+    require_all: bool = False,
+    against: str | os.PathLike[str] | Checkpoint | None = None,
+    n_workers: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> VerifyReport:
+    """A report of everything that is found wrong.
+
+    Args:
+        checkpoint: a path, a URL, or an open checkpoint, which stays open.
+        level: ``quick`` looks at the listing and the metadata and reads no payload; ``default`` compares each payload's
+            own header with the metadata besides, and runs the format's own checks; ``full`` reads every byte: recorded
+            checksums, NaN and infinities, runs of zeros in optimizer state, replicas.
+        memory_budget_bytes: what buffers may take together.
+        manifest: a file that ``write_manifest`` wrote; every tensor is read and compared with its recorded digest.
+        strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
+        require_all: with ``manifest`` or ``against``, a tensor that only one side has is an error.
+        against: another checkpoint of any format and layout; every tensor that both have is compared with it.
+        n_workers: threads that read and check; None for as many as there are cores, or as the storage likes requests.
+        progress: at the full level, called with the bytes read so far, from one thread at a time.
+
+    Raises:
+        NotFound: nothing is there, or nothing that reads as a checkpoint.
+        FormatError: its metadata cannot be read at all; a file that can be left out is a finding instead.
+        UsageError: an unknown level, or a manifest at the quick one.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"{level!r} is no level of verification, expected one of {', '.join(LEVELS)}")
+    started = time.perf_counter()
+    recorded = None if manifest is None else read_manifest(manifest)
+    if recorded is not None and level == "quick":
+        raise UsageError("the quick level reads no payload, which a manifest is compared with")
+    if against is not None and level == "quick":
+        raise UsageError("the quick level reads no payload", hint="ckpt diff --quick compares names, shapes and types")
+
+    def report_of(opened: Checkpoint) -> VerifyReport:
+        report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
+        if against is not None:
+            compared = compare_with(
+                opened, against, strip_prefixes=strip_prefixes, require_all=require_all,
+                memory_budget_bytes=memory_budget_bytes, n_workers=n_workers, progress=progress,
+            )  # fmt: skip
+            report = replace(
+                report,
+                findings=sort_findings([*report.findings, *compared.findings]),
+                checked_nbytes=report.checked_nbytes + compared.nbytes,
+                seconds=time.perf_counter() - started,
+            )
+        if recorded is None:
+            return report
+        checked = check_digests(
+            opened,
+            recorded,
+            strip_prefixes=strip_prefixes,
+            require_all=require_all,
+            memory_budget_bytes=memory_budget_bytes,
+            n_workers=n_workers,
+            progress=progress,
+        )
+        return replace(
+            report,
+            findings=sort_findings([*report.findings, *checked.findings]),
+            checked_nbytes=report.checked_nbytes + checked.read_nbytes,
+            covered_nbytes=report.covered_nbytes + checked.proven_nbytes,
+            seconds=time.perf_counter() - started,
+        )
+
+    if isinstance(checkpoint, Checkpoint):
+        return report_of(checkpoint)
+    store, listing = open_store(checkpoint)
+    try:
+        source = Source(store, listing)
+        reader = detect(source)
+        reading = read_tolerantly(reader, source)
+        opened = Checkpoint(os.fspath(checkpoint), reading.source, reader, reading.manifest, memory_budget_bytes)
+        report = report_of(opened)
+        return replace(report, findings=sort_findings(reading.merged(report.findings)))
+    finally:
+        store.close()
+
+
+def _report(
+    checkpoint: Checkpoint,
+    level: str,
+    memory_budget_bytes: int,
+    n_workers: int | None,
+    progress: Callable[[Progress], None] | None,
+    started: float,
+) -> VerifyReport:
+    if level != "quick":
+        _load_groups(checkpoint)
+    manifest, source = checkpoint.manifest, checkpoint.source
+    extents = measure(manifest, source.listing)
+    structure: list[Finding] = list(structure_findings(manifest, source.listing, extents))
+    findings = structure
+    checked_nbytes = covered_nbytes = 0
+    if level != "quick":
+        store = checkpoint.store
+        headers = check_headers(checkpoint.reader, source, manifest, extents, store=store)
+        findings = [*structure, *headers.findings]
+        if level == "full":
+            content = check_content(
+                checkpoint.reader,
+                source,
+                headers,
+                store=store,
+                memory_budget_bytes=memory_budget_bytes // 2,  # the other half is for decoded content and columns
+                n_workers=reading_workers(n_workers, source.store.cost.concurrency),
+                progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
+            )
+            findings = [*structure, *content.findings, *headers.findings]  # of equal ones the first is kept
+            checked_nbytes, covered_nbytes = content.checked_nbytes, content.covered_nbytes
+    return VerifyReport(
+        url=checkpoint.url,
+        format=manifest.format,
+        level=level,
+        findings=sort_findings(findings),
+        n_tensors=len(manifest.tensors),
+        n_chunks=len(manifest.chunks),
+        n_files=manifest.files.n_stored,
+        checked_nbytes=checked_nbytes,
+        covered_nbytes=covered_nbytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _load_groups(checkpoint: Checkpoint) -> None:
+    """Load which parameters each optimizer has; what cannot be read is found by the checks."""
+    rows = [row for row, blob in enumerate(checkpoint.manifest.blobs) if "param_groups" in blob.fqn]
+    with suppress(CkptError):
+        checkpoint.load_blobs(rows)
