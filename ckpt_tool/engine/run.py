@@ -155,8 +155,12 @@ def _early(layout: LayOut) -> list[Segment]:
 
 
 def _in_commit_order(segments: list[Segment], commit_path: str | None) -> list[Segment]:
-    """All segments by file and offset, those of the file that makes it a checkpoint last."""
-    return sorted(segments, key=lambda s: (s.path == commit_path, s.path, s.offset))
+    """All segments by file and offset, those of the file that makes it a checkpoint last; of two at a place the later.
+
+    That one has the checksums which the other lacks.
+    """
+    latest = {(segment.path, segment.offset, len(segment.data)): segment for segment in segments}
+    return sorted(latest.values(), key=lambda s: (s.path == commit_path, s.path, s.offset))
 
 
 def _segment_files(segments: list[Segment], *, known: frozenset[str]) -> dict[str, int]:

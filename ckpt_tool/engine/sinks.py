@@ -11,6 +11,9 @@ from ckpt_tool.storage.target import Target
 
 __all__ = ["OrderedSink", "RandomSink", "Sink"]
 
+_JOINED_NBYTES = 1 << 20
+"""Segments are joined until there are so many bytes; larger ones gain nothing from it."""
+
 
 class Sink(Protocol):
     """Where payload and segments of one run go."""
@@ -35,9 +38,16 @@ class RandomSink:
         self._target.write(path, offset, data)
 
     def finish(self, segments: Iterable[Segment]) -> None:
-        """Put the segments in the given order."""
+        """Put the segments in the given order, those that follow each other in a file at once."""
+        path, start, pending = "", 0, bytearray()
         for segment in segments:
-            self._target.write(segment.path, segment.offset, segment.data)
+            if segment.path != path or segment.offset != start + len(pending) or len(pending) > _JOINED_NBYTES:
+                if pending:
+                    self._target.write(path, start, pending)
+                path, start, pending = segment.path, segment.offset, bytearray()
+            pending += segment.data
+        if pending:
+            self._target.write(path, start, pending)
 
 
 class OrderedSink:

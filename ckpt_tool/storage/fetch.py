@@ -1,4 +1,4 @@
-"""A fetch is many range reads under way at once. Knows no storage: the one-range read is given."""
+"""A fetch is many range reads under way at once, or many waits of another kind. Knows no storage: the one is given."""
 
 from __future__ import annotations
 

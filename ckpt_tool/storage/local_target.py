@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
+from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
 from ckpt_tool.storage.kernel import fallocate
@@ -31,6 +32,8 @@ MARKER_TEXT = (
     "Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or delete this folder.\n"
 )
 MAX_OPEN_FILES = 128
+_N_SYNCS = 16
+"""Waits for the device at once: a file system makes those of many files durable in one commit of its journal."""
 _IS_WINDOWS = os.name == "nt"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -165,8 +168,7 @@ class LocalTarget:
         if not self._durable:
             return
         try:
-            for path in sorted(dirty):
-                self._sync(path)
+            fetch_all(self._sync, sorted(dirty), concurrency=_N_SYNCS, may_be_cached=True)
         except CkptError:
             with self._lock:
                 self._dirty |= dirty
@@ -355,14 +357,18 @@ class LocalTarget:
 
 def _sync_tree(root: str) -> None:
     """Wait until all files and folders below ``root``, and it itself, are on the device."""
-    for folder, _, names in os.walk(root, topdown=False):
-        for name in names:
-            fd = _open_for_sync(os.path.join(folder, name))
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        sync_folder(folder)
+    found = [(folder, names) for folder, _, names in os.walk(root, topdown=False)]
+    files = [os.path.join(folder, name) for folder, names in found for name in names]
+    fetch_all(_sync_file, files, concurrency=_N_SYNCS, may_be_cached=True)
+    fetch_all(sync_folder, [folder for folder, _ in found], concurrency=_N_SYNCS, may_be_cached=True)
+
+
+def _sync_file(path: str) -> None:
+    fd = _open_for_sync(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _open_for_sync(path: str) -> int:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.dtypes import DTYPES
-from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.dtypes import DTYPES, DType
+from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.nodes import OrderedMap
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, check_dtypes, fresh_tensor
+from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.names import LATEST_UNIVERSAL
 from ckpt_tool.formats.deepspeed.target_facts import UNIVERSAL_INFO, UNIVERSAL_VERSION, model_facts
@@ -66,7 +67,7 @@ class UniversalWriter:
             LayoutError: a tensor is not stored as one whole box.
         """
         check_dtypes(request.tensors)
-        rows = _whole_rows(request)
+        rows = whole_rows(request, "a universal checkpoint")
         found = TargetState.of(request.tensors, request.blobs, request.info)
         step = request.info.get("step")
         tag = f"global_step{step if type(step) is int else 0}_universal"
@@ -108,36 +109,20 @@ class UniversalWriter:
         return LayOut(manifest, tuple(segments), LATEST_UNIVERSAL, needs_crc32=True, seal=seal)
 
 
-def _whole_rows(request: WriteRequest) -> IntArray:
-    """int64[n_tensors]: the row of each tensor's box, -1 for an empty tensor."""
-    tensors, boxes = request.tensors, request.boxes
-    rows = np.full(len(tensors), -1, dtype=np.int64)
-    rows[boxes.tensor] = np.arange(len(boxes))
-    counts = np.bincount(boxes.tensor, minlength=len(tensors))
-    is_cut = counts != np.where((counts == 0) & (tensors.numel == 0), 0, 1)
-    if len(boxes):
-        width = tensors.shape.shape[1]
-        is_cut[boxes.tensor] |= (boxes.sizes[:, :width] != tensors.shape[boxes.tensor]).any(axis=1)
-    wrong = np.flatnonzero(is_cut)
-    if len(wrong):
-        raise LayoutError(
-            f"expected one whole box of each tensor, but {len(wrong):,} tensors are cut, repeated or absent",
-            where=tensors.fqns[int(wrong[0])],
-            hint="a universal checkpoint holds whole tensors: leave out --tp, --pp and --dp",
-        )
-    rows[tensors.numel == 0] = -1
-    return rows
-
-
 def _files(request: WriteRequest, found: TargetState, rows: IntArray, folder: str) -> Iterator[WrittenFile]:
-    """Files with payload."""
+    """Files with payload; those of one kind are laid out once."""
     tensors = request.tensors
+    kinds: dict[tuple[bool, DType, tuple[int, ...]], WrittenFile] = {}
     for own in found.parameters.values():
         for state, row in own.states.items():
-            tensor = fresh_tensor(0, tensors.dtypes[row], tensors.shape_of(row))
-            value: Any = tensor if state == STEP else {"cat_dim": 0, "param": tensor}
             path = f"{folder}zero/{_folder_name(own.name)}/{state}.pt"
-            yield WrittenFile.of(path, value, [int(tensors.nbytes[row])], [int(rows[row])])
+            storages = [Storage.of_row(int(rows[row]), int(tensors.nbytes[row]))]
+            kind = (state == STEP, tensors.dtypes[row], tensors.shape_of(row))
+            if kind not in kinds:
+                tensor = fresh_tensor(0, *kind[1:])
+                value: Any = tensor if state == STEP else {"cat_dim": 0, "param": tensor}
+                kinds[kind] = WrittenFile.packed(path, value, storages)
+            yield kinds[kind].again(path, storages)
     stored = [*((("module", name), row) for name, row in found.weights.items()), *found.others]
     fresh = [
         (path, fresh_tensor(key, tensors.dtypes[row], tensors.shape_of(row))) for key, (path, row) in enumerate(stored)

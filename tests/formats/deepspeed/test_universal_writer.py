@@ -15,6 +15,8 @@ import torch
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.formats._pickle.dump import dump_pickle
+from ckpt_tool.formats._torch_file import written as torch_file
 from ckpt_tool.formats.base import BoxTable, WriteRequest
 from ckpt_tool.formats.deepspeed.reader import READER
 from ckpt_tool.formats.deepspeed.universal import READER as UNIVERSAL
@@ -169,3 +171,26 @@ def test_bytes_of_two_names_are_stored_once(name: str, tmp_path: Path) -> None:
     assert ("emb.weight" in weights) == (name == "ds_z2_bf16")
     if "emb.weight" in weights:
         assert weights["head.weight"].data_ptr() == weights["emb.weight"].data_ptr()
+
+
+def test_files_of_one_kind_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle and a zip directory for each shape and dtype, not for each of the four files of every parameter."""
+    made: list[object] = []
+
+    def dumped(value: object) -> bytes:
+        made.append(value)
+        return dump_pickle(value)
+
+    monkeypatch.setattr(torch_file, "dump_pickle", dumped)
+    names = [f"w{number}" for number in range(50)]
+    states = ("fp32", "exp_avg", "exp_avg_sq", "step")
+    entries = table(*((f"optimizer.state.{name}.{state}", "float32") for name in names for state in states))
+    layout = WRITER.lay_out(request_of(entries, (), {"step": 9}))
+    assert sum(path.endswith(".pt") for path in layout.manifest.files.paths) == 4 * len(names) + 3
+    assert len(made) <= 2 + 3
+    tensors = {fqn: bytes([number]) * 8 for number, fqn in enumerate(entries.fqns)}
+    files = filled(layout, tensors)
+    for fqn, payload in tensors.items():
+        name, state = fqn.removeprefix("optimizer.state.").split(".")
+        found = torch.load(io.BytesIO(files[f"global_step9_universal/zero/{name}/{state}.pt"]))
+        assert (found if state == "step" else found["param"]).numpy().tobytes() == payload
