@@ -6,6 +6,7 @@ Boxes are in global coordinates. Knows no file and no byte.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import numpy as np
 
@@ -77,12 +78,15 @@ def _wrong_covers(manifest: Manifest, suspects: BoolArray, distinct: Int64Array)
     for tensor in np.flatnonzero(suspects).tolist():
         rows = order[starts[tensor] : starts[tensor + 1]]
         shape, fqn = tensors.shape_of(tensor), tensors.fqns[tensor]
+        if not len(rows):  # the columns of boxes may be fewer than its dimensions
+            yield Finding("gap", Severity.ERROR, _gap_text(Box.whole(shape), prod(shape), is_all=True), fqn)
+            continue
         ndim = len(shape)
         found = coverage(shape, chunks.offsets[rows, :ndim], chunks.sizes[rows, :ndim], limit=_SHOWN_PER_TENSOR)
         numel = int(tensors.numel[tensor])
         listed = sum(box.volume for box in found.gaps)
         for box in found.gaps:
-            yield Finding("gap", Severity.ERROR, _gap_text(box, numel, is_all=not len(rows)), fqn)
+            yield Finding("gap", Severity.ERROR, _gap_text(box, numel, is_all=False), fqn)
         if found.missing_elements > listed:
             said = f"{found.missing_elements - listed:,} of {numel:,} elements besides lie in no chunk"
             yield Finding("gap", Severity.ERROR, said, fqn)

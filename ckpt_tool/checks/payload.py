@@ -5,7 +5,7 @@ A part that fails becomes a finding, and the rest goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,8 @@ def check_content(
     checksums, findings = _checksums(reader, source, headers.stored)
     sizes = dict(zip(manifest.files.paths, extents.file_nbytes.tolist(), strict=True))
     sizes |= source.listing.sizes
-    checksums = [c for c in checksums if c.where.end <= sizes.get(c.where.path, -1)]
+    decoded = {entry.path for entry in manifest.files if entry.codec is not None and entry.nbytes < 0}
+    checksums = [c for c in checksums if c.where.path in decoded or c.where.end <= sizes.get(c.where.path, -1)]
     families = families_of(manifest)
     scan = scan_content(
         manifest,
@@ -136,30 +137,45 @@ def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Fi
 def _checksums(reader: Reader, source: Source, manifest: Manifest) -> tuple[list[Checksum], list[Finding]]:
     """All recorded checksums; where a file's cannot be read, those of the others, and a finding."""
     try:
-        return list(reader.checksums(source, manifest)), []
+        return _sorted_out(reader.checksums(source, manifest))
     except StorageError:
         raise
     except CkptError:
         pass
     found: dict[FileRange, Checksum] = {}
     findings: list[Finding] = []
+    n_faults = 0
     pending = [_of_file(manifest, number) for number in range(len(manifest.files))][::-1]
     while pending:
         part = pending.pop()
         try:
-            found.update({checksum.where: checksum for checksum in reader.checksums(source, part)})
+            checksums, told = _sorted_out(reader.checksums(source, part))
+            found.update({checksum.where: checksum for checksum in checksums})
+            findings += told
         except StorageError:
             raise
         except CkptError as error:
             halves = _halves(part)
-            if halves and len(findings) < _MAX_FAULTS:
+            if halves and n_faults < _MAX_FAULTS:
                 pending += halves[::-1]
             else:
                 fqn = part.tensors.fqns[int(part.chunks.tensor[0])] if len(part.chunks) else None
                 place = FileRange(part.files.paths[0], 0, 0)
-                told = finding_of(error, "checksum-unreadable", fqn)
-                findings.append(Finding(told.kind, told.severity, told.message, fqn, place))
+                fault = finding_of(error, "checksum-unreadable", fqn)
+                n_faults += 1
+                findings.append(Finding(fault.kind, fault.severity, fault.message, fqn, place))
     return list(found.values()), findings
+
+
+def _sorted_out(found: Iterable[Checksum | Finding]) -> tuple[list[Checksum], list[Finding]]:
+    checksums: list[Checksum] = []
+    findings: list[Finding] = []
+    for each in found:
+        if isinstance(each, Finding):
+            findings.append(each)
+        else:
+            checksums.append(each)
+    return checksums, findings
 
 
 def _of_file(manifest: Manifest, number: int) -> Manifest:

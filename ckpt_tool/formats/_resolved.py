@@ -23,7 +23,7 @@ class ResolvedReader:
         """The blobs as they are: their values came with ``read``."""
         return manifest.blobs
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:  # noqa: ARG002
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:  # noqa: ARG002
         """Nothing: the format records no checksum."""
         return iter(())
 

@@ -122,8 +122,8 @@ class Reader(Protocol):
         """All blobs of ``manifest``, those named by ``rows`` with their value loaded (inert, never executed)."""
         ...
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
-        """Every checksum that the files record, for ``verify --full``."""
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
+        """Every checksum that the files record, and faults among bytes that none covers: for ``verify --full``."""
         ...
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:

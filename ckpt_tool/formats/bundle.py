@@ -84,18 +84,20 @@ class Bundle:
                 blobs[start + row] = Blob(blob.fqn, blob.kind, where, blob.value, blob.path, blob.rank, blob.is_loaded)
         return tuple(blobs)
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """Those of all parts."""
         for bounds, part, inner in self._parts(source, manifest):
-            for checksum in self.reader.checksums(inner, part):
-                yield Checksum(_below(bounds.folder, checksum.where), checksum.crc32, checksum.fqn)
+            for found in self.reader.checksums(inner, part):
+                if isinstance(found, Finding):
+                    yield _finding_below(bounds.folder, found)
+                else:
+                    yield Checksum(_below(bounds.folder, found.where), found.crc32, found.fqn)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Those of all parts."""
         for bounds, part, inner in self._parts(source, manifest):
             for finding in self.reader.check(inner, part):
-                where = None if finding.where is None else _below(bounds.folder, finding.where)
-                yield Finding(finding.kind, finding.severity, finding.message, finding.fqn, where)
+                yield _finding_below(bounds.folder, finding)
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -127,6 +129,11 @@ def _inside(source: Source, folder: str) -> Source:
 
 def _below(folder: str, where: FileRange) -> FileRange:
     return FileRange(f"{folder}/{where.path}", where.offset, where.length)
+
+
+def _finding_below(folder: str, finding: Finding) -> Finding:
+    where = None if finding.where is None else _below(folder, finding.where)
+    return Finding(finding.kind, finding.severity, finding.message, finding.fqn, where)
 
 
 # accelerate.utils.fsdp_utils (1.15): save_fsdp_model and save_fsdp_optimizer with SHARDED_STATE_DICT.

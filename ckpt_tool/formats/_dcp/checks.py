@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from ckpt_tool.formats._dcp.item_kinds import ItemKinds
+from ckpt_tool.formats._dcp.item_kinds import ItemKinds, MemberSum
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._dcp.objects import ZSTD_KIND
+from ckpt_tool.formats._zip.container import Fault, finding_of_fault
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.storage.decode import decoded_blocks
 
 __all__ = ["checksums", "file_findings", "item_of"]
 
@@ -22,25 +25,57 @@ _EDGE_NBYTES = 4 << 10
 """First and last bytes of an item that hold its local headers and its directory."""
 
 
-def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum]:
+def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
     """CRC-32 of the storage of each tensor, and of the pickles around them and of objects, where one is recorded.
 
     torch writes them always (unless ``set_crc32_options(False)``: 0) and never checks them. A safetensors blob has
-    none, and compressed items have none of the bytes as they are stored. Chunks that are resolved no longer say where
-    their item is and are passed over. Requests: two per item at most, of 4 KiB.
+    none, those of compressed items are of their decoded content. Chunks that are resolved no longer say where their
+    item is and are passed over. The bytes around payloads are held against each other (``container-damage``,
+    ``container-odd``). Requests: two per item at most, of 4 KiB; compressed items are read and decoded whole.
     """
     tensors, objects = _items(manifest)
     places = [where for where in (*tensors, *objects) if where.end <= source.listing.sizes.get(where.path, -1)]
     kinds = ItemKinds()
     for where, head, tail in _edges(source, places):
-        if head[:2] != b"PK":
+        if head[:2] == b"PK":
+            fqn = tensors.get(where)
+            sums = _item_sums(source, where, head, tail, kinds)
+            yield from _told(sums, where.path, where.offset, fqn, objects.get(where))
+    for entry, fqn in _compressed(manifest):
+        if entry.part is None or entry.part.end > source.listing.sizes.get(entry.part.path, -1):
             continue
-        fqn = tensors.get(where)
-        for name, checksum in _item_checksums(source, where, head, tail, kinds):
-            if fqn is None:
-                yield Checksum(checksum.where, checksum.crc32, objects[where])
-            else:
-                yield Checksum(checksum.where, checksum.crc32, fqn if name.startswith("data/") else None)
+        content = b"".join(decoded_blocks(source.store, entry.part, entry.codec or ""))
+        if content[:2] == b"PK":
+            place = f"{entry.part.path}:{entry.part.offset}"
+            sums = kinds.sums(
+                partial(_cut, content), len(content), content[:_EDGE_NBYTES], content[-_EDGE_NBYTES:], where=place
+            )
+            yield from _told(sums, entry.path, 0, fqn, None)
+
+
+def _told(
+    sums: Iterable[MemberSum | Fault], path: str, start: int, fqn: str | None, owner: str | None
+) -> Iterator[Checksum | Finding]:
+    """What was found in the item at ``start`` of ``path``, which holds a piece of ``fqn``, or the object ``owner``."""
+    for found in sums:
+        if isinstance(found, Fault):
+            yield finding_of_fault(found, path, start)
+        else:
+            name, offset, nbytes, crc = found
+            named = owner if fqn is None else fqn if name.startswith("data/") else None
+            yield Checksum(FileRange(path, start + offset, nbytes), crc, named)
+
+
+def _cut(content: bytes, offset: int, length: int) -> bytes:
+    return content[offset : offset + length]
+
+
+def _compressed(manifest: Manifest) -> Iterator[tuple[FileEntry, str]]:
+    """Items that are stored compressed, and their tensors."""
+    chunks = manifest.chunks
+    coded = np.array([entry.codec is not None for entry in manifest.files], dtype=np.bool_)
+    for row in np.flatnonzero(coded[chunks.file]).tolist() if coded.any() else ():
+        yield manifest.files.entries[chunks.file[row]], manifest.tensors.fqns[chunks.tensor[row]]
 
 
 def _items(manifest: Manifest) -> tuple[dict[FileRange, str], dict[FileRange, str]]:
@@ -124,10 +159,10 @@ def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRa
             yield places[row], head, tail
 
 
-def _item_checksums(
+def _item_sums(
     source: Source, where: FileRange, head: bytes, tail: bytes, kinds: ItemKinds
-) -> Iterator[tuple[str, Checksum]]:
-    """Checksums of ``data.pkl`` and ``data/*`` of one item, with the members' names."""
+) -> Iterator[MemberSum | Fault]:
+    """Checksums of ``data.pkl`` and ``data/*`` of one item, and what is wrong around them; places within the item."""
 
     def read(offset: int, length: int) -> bytes:
         if offset + length <= len(head):
@@ -137,6 +172,4 @@ def _item_checksums(
             return tail[behind : behind + length]
         return source.store.read(where.path, where.offset + offset, length)
 
-    place = f"{where.path}:{where.offset}"
-    for name, start, nbytes, crc in kinds.sums(read, where.length, head, tail, where=place):
-        yield name, Checksum(FileRange(where.path, where.offset + start, nbytes), crc)
+    yield from kinds.sums(read, where.length, head, tail, where=f"{where.path}:{where.offset}")

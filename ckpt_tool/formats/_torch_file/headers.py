@@ -13,10 +13,12 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._torch_file.archive import predicted_offset, storage_members, zip_directory
+from ckpt_tool.formats._zip.container import MAX_SMALL_NBYTES, container_findings
 from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read, ZipMember, local_payload_offset
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.runs import merge_runs
+from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.storage.fetch import fetch_all
@@ -92,10 +94,14 @@ def _payload_offsets(source: Source, path: str, read: Read, members: Sequence[Zi
 
 
 def plain_zips(manifest: Manifest) -> list[FileEntry]:
-    """Files of the manifest that are zips, by what the reader noted: no decoded parts, legacy streams, safetensors."""
+    """Files that are zips, by what the reader noted: no legacy streams and safetensors; those of decoded members too."""
     legacy = frozenset(manifest.info.get("legacy_files", ()))
     plain = [entry for entry in manifest.files if entry.codec is None and entry.path not in legacy]
-    return [entry for entry in plain if not entry.path.endswith(".safetensors")]
+    found = {entry.path: entry for entry in plain if not entry.path.endswith(".safetensors")}
+    for entry in manifest.files:
+        if entry.codec is not None and entry.part is not None and entry.path.startswith(f"{entry.part.path}!"):
+            found.setdefault(entry.part.path, FileEntry(entry.part.path, -1))
+    return list(found.values())
 
 
 def storage_records(source: Source, path: str) -> list[StorageRecord]:
@@ -109,26 +115,37 @@ def storage_records(source: Source, path: str) -> list[StorageRecord]:
     ]
 
 
-def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum]:
-    """The CRC-32 that zips record of their stored storages and pickles; torch itself never checks them.
+def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
+    """The CRC-32 that zips record of their members, which torch itself never checks, and what else is wrong with them.
 
-    A CRC of 0 was not computed (``torch.serialization.set_crc32_options(False)``, ``skip_data``) and is left out, as
-    are those of compressed members, which are of their content.
+    A CRC of 0 was not computed (``torch.serialization.set_crc32_options(False)``, ``skip_data``) and is left out. That
+    of a compressed storage is of its content. The bytes around the members are held against each other
+    (``container-damage``, ``container-odd``).
     """
     chunks = resolve(source, manifest, np.arange(len(manifest.chunks), dtype=np.int64))
+    decoded = {entry.path for entry in manifest.files if entry.codec is not None}
     for entry in plain_zips(manifest):
-        file = manifest.files.index[entry.path]
+        file = manifest.files.index.get(entry.path, -1)
         order = np.flatnonzero(chunks.file == file)
         order = order[np.argsort(chunks.offset[order], kind="stable")]
         starts = chunks.offset[order].tolist()
-        for record in storage_records(source, entry.path):
-            at = bisect_left(starts, record.where.offset)
-            is_used = at < len(starts) and starts[at] < record.where.end
-            fqn = manifest.tensors.fqns[chunks.tensor[order[at]]] if is_used else None
-            if record.crc32:
-                yield Checksum(record.where, record.crc32, fqn)
         directory, read = zip_directory(source, entry.path)
-        pickle = directory.record("data.pkl")
-        if pickle is not None and pickle.is_stored and pickle.crc32:
-            (start,) = _payload_offsets(source, entry.path, read, [pickle])
-            yield Checksum(FileRange(entry.path, start, pickle.nbytes), pickle.crc32)
+        members = list(directory.members.values())
+        payloads = dict(zip(directory.members, _payload_offsets(source, entry.path, read, members), strict=True))
+        for member in members:
+            if not (_is_covered(member) or f"{entry.path}!{member.name}" in decoded) or not member.crc32:
+                continue
+            where = FileRange(entry.path, payloads[member.name], member.nbytes)
+            if not member.is_stored:
+                where = FileRange(f"{entry.path}!{member.name}", 0, member.nbytes)
+            at = bisect_left(starts, where.offset)
+            is_used = member.is_stored and at < len(starts) and starts[at] < where.end
+            fqn = manifest.tensors.fqns[chunks.tensor[order[at]]] if is_used else None
+            yield Checksum(where, member.crc32, fqn)
+        yield from container_findings(source, entry.path, directory, payloads, _is_covered)
+
+
+def _is_covered(member: ZipMember) -> bool:
+    """Whether the member's own checksum is one of those that are taken of payload."""
+    is_payload = "/data/" in member.name or member.name.endswith("/data.pkl") or member.nbytes > MAX_SMALL_NBYTES
+    return is_payload and member.is_stored and member.nbytes > 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats.base import Checksum, Source
+from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 
@@ -24,6 +25,6 @@ class TorchFilesReader:
         del source, rows
         return manifest.blobs
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """The CRC-32 of each storage of each file, and of the pickles."""
         return headers.checksums(source, manifest)

@@ -20,6 +20,7 @@ __all__ = [
     "Read",
     "ZipDirectory",
     "ZipMember",
+    "find_end",
     "is_big_endian",
     "local_payload_offset",
     "payload_offset",
@@ -102,16 +103,16 @@ def read_directory(read: Read, nbytes: int, *, where: str, tail_nbytes: int = 1 
 
     Raises:
         FormatError: not a whole zip, or one that contradicts itself: wrong counts, members beyond the end, overlapping
-            or twice the same name.
-        Unsupported: encrypted, split over volumes, or packed by another method than deflate.
+            or twice the same name, several volumes.
+        Unsupported: encrypted, or packed by another method than deflate.
     """
     tail_start = max(nbytes - max(tail_nbytes, _END.size), 0)
     tail = read(tail_start, nbytes - tail_start)
-    end = _find_end(tail)
+    end = find_end(tail)
     if end < 0 and tail_start:
         tail_start = max(nbytes - _END.size - _MAX_COMMENT_NBYTES, 0)
         tail = read(tail_start, nbytes - tail_start)
-        end = _find_end(tail)
+        end = find_end(tail)
     if end < 0:
         raise FormatError(
             "no zip directory at the end", where=f"{where}:{nbytes}", hint="the file was cut; fetch it again"
@@ -194,8 +195,8 @@ def is_big_endian(read: Read, directory: ZipDirectory, *, where: str) -> bool:
     return text == b"big"
 
 
-def _find_end(tail: bytes) -> int:
-    """The position of the end record in the last bytes of the zip, -1 when it is not there."""
+def find_end(tail: bytes) -> int:
+    """The position of the end record in the last bytes of a zip, -1 when it is not there."""
     end = len(tail)
     while (end := tail.rfind(b"PK\x05\x06", 0, end)) >= 0:
         if end + _END.size <= len(tail) and end + _END.size + int(_END.unpack_from(tail, end)[-1]) == len(tail):
@@ -209,7 +210,7 @@ def _ends(read: Read, tail: bytes, tail_start: int, end: int, where: str) -> tup
     place = f"{where}:{tail_start + end}"
     _, disk, first_disk, n_here, n_members, directory_nbytes, directory_offset, _ = _END.unpack_from(tail, end)
     if (disk not in (0, _MAX16)) or (first_disk not in (0, _MAX16)) or n_here != n_members:
-        raise Unsupported("a zip split over several volumes", where=place)
+        raise FormatError("the end record speaks of a zip in several volumes, which no program writes", where=place)
     locator = end - _LOCATOR.size
     if locator < 0 or tail[locator : locator + 4] != b"PK\x06\x07":
         if n_members == _MAX16 or _MAX32 in (directory_nbytes, directory_offset):

@@ -111,7 +111,7 @@ class ByteCheckpointReader:
         """All objects, those of ``rows`` loaded; one request per object at most, neighbours share one."""
         return objects.load_blobs(source, manifest, rows)
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """Of objects and of extra state; the raw bytes of tensors have none."""
         yield from checks.checksums(source, manifest.replace(chunks=manifest.chunks.take([])))
         yield from headers.checksums(source, only_files(manifest, _is_extra(manifest)))

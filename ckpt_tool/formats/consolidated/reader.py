@@ -94,7 +94,7 @@ class ConsolidatedReader:
         del source, rows
         return manifest.blobs
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """The CRC-32 of each storage of each file, and of the pickles."""
         return headers.checksums(source, manifest)
 

@@ -81,7 +81,7 @@ class DcpReader:
         """All objects, those of ``rows`` loaded; one request per object at most, neighbours share one."""
         return objects.load_blobs(source, manifest, rows)
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """CRC-32 of each tensor's storage and of each member of an object, as the zips record them."""
         return checksums(source, manifest)
 

@@ -113,7 +113,7 @@ class MegatronDistReader:
             for old, new in zip(before, loaded, strict=True)
         )
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """CRC-32 of each tensor's storage and of each object's members, as the zips record them."""
         yield from checks.checksums(source, _distcp_only(manifest))
 

@@ -151,7 +151,7 @@ class MegatronZarrReader:
         """All objects, those of ``rows`` loaded; one request per object."""
         return objects.load_blobs(source, manifest, rows)
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """None: zarr 2 records no checksums."""
         del source, manifest
         yield from ()

@@ -107,7 +107,7 @@ class NanotronReader:
         """States of generators and schedules are torch files of their own: one request each."""
         return load_blobs(source, manifest, rows)
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """Those of the optimizer's files; safetensors has none."""
         return headers.checksums(source, manifest)
 

@@ -109,7 +109,7 @@ class TorchCheckpointingReader:
             blobs[row] = replace(blobs[row], value=_value(blobs[row], data), is_loaded=True)
         return tuple(blobs)
 
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum]:
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """The CRC-32 of each storage of each torch file, and of the pickles; safetensors files have none."""
         return headers.checksums(source, only_files(manifest, _is_torch(manifest)))
 

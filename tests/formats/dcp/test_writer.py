@@ -26,7 +26,7 @@ from ckpt_tool.formats.dcp.writer import WRITER
 from ckpt_tool.manifest.model import Blob, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.storage.open import open_store
-from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, truth_of
+from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, checksums_of, truth_of
 from tests.formats.dcp.build import saved
 from tests.formats.dcp.written import boxes_of, numbers, row_boxes, table, write
 
@@ -120,7 +120,7 @@ def test_it_reads_back(copied: tuple[Path, LayOut], real: tuple[Source, Manifest
     blobs = READER.load_blobs(source, manifest, range(len(manifest.blobs)))
     assert [(b.fqn, b.path, b.value) for b in blobs] == [(b.fqn, b.path, b.value) for b in real[1].blobs]
     assert list(READER.check(source, manifest)) == []
-    for checksum in READER.checksums(source, manifest):
+    for checksum in checksums_of(READER, source, manifest):
         where = checksum.where
         assert zlib.crc32(source.store.read(where.path, where.offset, where.length)) == checksum.crc32
     filled_fqns = {t.fqn for t in manifest.tensors if t.numel} | {blob.fqn for blob in blobs}
@@ -135,7 +135,7 @@ def test_targets_that_cannot_go_back(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     assert {fqn: bits(value) for fqn, value in state.items()} == {t.fqn: numbers(tensors)[t.fqn].data for t in tensors}
     source = Source(*open_store(tmp_path))
-    payloads = {(c.where.offset, c.where.length) for c in READER.checksums(source, READER.read(source))}
+    payloads = {(c.where.offset, c.where.length) for c in checksums_of(READER, source, READER.read(source))}
     chunks = READER.resolve(source, READER.read(source), np.arange(4))
     assert not payloads & set(zip(chunks.offset.tolist(), chunks.length.tolist(), strict=True))
 
