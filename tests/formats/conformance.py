@@ -26,7 +26,7 @@ import pytest
 
 from ckpt_tool.dtypes import DType, from_safetensors
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.base import Checksum, Reader, Source
+from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable
@@ -34,6 +34,7 @@ from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.storage.store import Store
+from tests.formats.recorded import checksums_of
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 INERT_ATOMS = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic)
@@ -391,11 +392,6 @@ print(sorted({{"torch", "deepspeed", "megatron", "transformers", "jax"}} & set(s
                 self.reader.resolve(source, manifest, all_rows(manifest))
             except CkptError as error:
                 assert error.message  # noqa: PT017 - whether it raises depends on the file that was cut
-
-
-def checksums_of(reader: Reader, source: Source, manifest: Manifest) -> list[Checksum]:
-    """The recorded checksums, without what was found around them."""
-    return [found for found in reader.checksums(source, manifest) if isinstance(found, Checksum)]
 
 
 def stored_bytes_of(store: Store, where: FileRange) -> bytes:

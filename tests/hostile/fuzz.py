@@ -43,7 +43,8 @@ SMALL = (
 )  # fmt: skip
 MEMORY_BYTES = 3 << 30
 """Address space; the interpreter with numpy and pyarrow takes one."""
-MAX_S = 10
+MAX_S, MAX_WALL_S = 10, 120
+"""Of the process's own time, and of the clock's, which runs on while others have the machine."""
 _CHECKED = (".pt", ".bin", ".distcp", ".ckpt", ".pth")
 """Zips, of whose content each byte has a checksum."""
 _UNCHECKED = ("bytecheckpoint/ddp_2r", "torch/dcp_safetensors")
@@ -74,18 +75,21 @@ class Watch:
 
 @contextlib.contextmanager
 def limited(watch: Watch) -> Iterator[None]:
-    """At most ``MAX_S`` seconds, watched."""
+    """Little time, watched."""
 
     def stop(number: int, frame: Any) -> None:
         raise _TooLongError
 
     signal.signal(signal.SIGALRM, stop)
-    signal.alarm(MAX_S)
+    signal.signal(signal.SIGPROF, stop)
+    signal.alarm(MAX_WALL_S)
+    signal.setitimer(signal.ITIMER_PROF, MAX_S)
     watch.is_on = True
     try:
         yield
     finally:
         watch.is_on = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
 
 
@@ -98,7 +102,7 @@ def contents(url: Path) -> dict[str, ContentDigest]:
 
 def trial(folder: Path, path: Path, truth: dict[str, ContentDigest], watch: Watch, command: str) -> Iterator[str]:
     """What went wrong in one call on a damaged checkpoint."""
-    started = time.perf_counter()
+    started = time.process_time()
     watch.seen.clear()
     out, talk = io.StringIO(), io.StringIO()
     status: int | None = None
@@ -130,8 +134,8 @@ def trial(folder: Path, path: Path, truth: dict[str, ContentDigest], watch: Watc
         yield f"status {status}"
     if watch.seen:
         yield f"ran {watch.seen[0]}"
-    if time.perf_counter() - started > MAX_S:
-        yield f"took {time.perf_counter() - started:.1f} s"
+    if time.process_time() - started > MAX_S:
+        yield f"took {time.process_time() - started:.1f} s"
 
 
 def _false_whole(folder: Path, path: Path, truth: dict[str, ContentDigest]) -> Iterator[str]:

@@ -94,7 +94,7 @@ def _payload_offsets(source: Source, path: str, read: Read, members: Sequence[Zi
 
 
 def plain_zips(manifest: Manifest) -> list[FileEntry]:
-    """Files that are zips, by what the reader noted: no legacy streams and safetensors; those of decoded members too."""
+    """Files that are zips, by what the reader noted: no legacy streams, no safetensors; of decoded members too."""
     legacy = frozenset(manifest.info.get("legacy_files", ()))
     plain = [entry for entry in manifest.files if entry.codec is None and entry.path not in legacy]
     found = {entry.path: entry for entry in plain if not entry.path.endswith(".safetensors")}

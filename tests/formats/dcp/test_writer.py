@@ -26,9 +26,10 @@ from ckpt_tool.formats.dcp.writer import WRITER
 from ckpt_tool.manifest.model import Blob, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.storage.open import open_store
-from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, checksums_of, truth_of
+from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, truth_of
 from tests.formats.dcp.build import saved
 from tests.formats.dcp.written import boxes_of, numbers, row_boxes, table, write
+from tests.formats.recorded import checksums_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SOURCE = FIXTURES / "torch/dcp_fsdp2_4r_fp32"

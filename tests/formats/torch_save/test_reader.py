@@ -25,11 +25,11 @@ from tests.formats.conformance import (
     Truth,
     all_rows,
     assemble,
-    checksums_of,
     source_of,
     stored_bytes,
     truth_of,
 )
+from tests.formats.recorded import checksums_of
 
 PT = FIXTURES / "torch/pt_files/ckpt"
 ARANGE = Truth("float32", (2, 3), np.arange(6, dtype=np.float32).tobytes())
