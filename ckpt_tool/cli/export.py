@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt_tool.cli.name_options import Facts, Family, NamesAs, NamingFile, TrueVocab
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
-    Choice,
     Digest,
     DigestFile,
     DryRun,
@@ -37,13 +37,6 @@ from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
 
 
-class Names(Choice):
-    """What tensors are called in the target."""
-
-    hf = "hf"
-    source = "source"
-
-
 def export(
     source: Source,
     target: Target,
@@ -61,32 +54,12 @@ def export(
         bool, typer.Option("--all", help="All state, not the model's tensors alone; objects where FORMAT holds them.")
     ] = False,
     names: Annotated[
-        Names, typer.Option(help="Names as the model has them (hf), or as the checkpoint has them (source).")
-    ] = Names.hf,
-    family: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Whose names those of Megatron and torchtitan become: llama, qwen_moe, mixtral; auto tells it from "
-            "the names, none keeps them.",
-        ),
-    ] = "auto",
-    naming: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Rules (TOML) for names, before the family's.", show_default=False),
-    ] = None,
-    fact: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=N",
-            help="A number that names need and the checkpoint does not record: heads=32, kv_heads=8. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    true_vocab: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Rows of the vocabulary; those behind are padding.", show_default=False),
-    ] = None,
+        NamesAs, typer.Option(help="Names as the model has them (hf), or as the checkpoint has them (source).")
+    ] = NamesAs.hf,
+    family: Family = "auto",
+    naming: NamingFile = None,
+    fact: Facts = None,
+    true_vocab: TrueVocab = None,
     include: Include = None,
     exclude: Exclude = None,
     dtype: Dtype = None,

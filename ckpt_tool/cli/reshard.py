@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from ckpt_tool.cli.name_options import Facts, Family, NamesAs, NamingFile, TrueVocab
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
     Arguments,
@@ -76,6 +79,14 @@ def reshard(
     rank_state: OfRanks = None,
     unequal: UnequalAs = None,
     optim_style: OptimStyleName = None,
+    names: Annotated[
+        NamesAs,
+        typer.Option(help="hf: names of a Hugging Face model, AdamW's state as torch has it; source: as they are."),
+    ] = NamesAs.source,
+    family: Family = "auto",
+    naming: NamingFile = None,
+    fact: Facts = None,
+    true_vocab: TrueVocab = None,
     config: ConfigFile = None,
     mcore_version: McoreVersion = None,
     rng: RandomStates = None,
@@ -107,6 +118,7 @@ def reshard(
     with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
     from ckpt_tool.api.arguments import parse_arguments
+    from ckpt_tool.api.convert.hf_names import parse_facts
     from ckpt_tool.api.convert.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
     from ckpt_tool.cli.sharing import prepared
@@ -136,6 +148,11 @@ def reshard(
         "mcore_version": mcore_version,
         "unequal": unequal,
         "optim_style": None if optim_style is None else optim_style.value,
+        "names": names.value,
+        "family": family,
+        "naming": naming,
+        "facts": parse_facts(fact or ()),
+        "true_vocab": true_vocab,
         "config": config,
         "arguments": parse_arguments(arg or ()),
         "memory_budget_bytes": parse_bytes(memory),

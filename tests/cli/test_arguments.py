@@ -20,6 +20,7 @@ RESHARD = {
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 MEGATRON: dict[str, Any] = {"config": None, "arguments": {}, "mcore_version": None}
+NAMES: dict[str, Any] = {"names": "source", "family": "auto", "naming": None, "facts": {}, "true_vocab": None}
 RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
@@ -57,6 +58,8 @@ class Recorder:
          {"to": "megatron-dist", "mcore_version": "0.12", "rank_state": "emit", "config": "c.json",
           "arguments": {"n": 8, "a": "b"}}),
         ("A B --optim-style fqn-flat", ("A", "B"), {"optim_style": "fqn-flat"}),
+        ("A B --names hf --family llama --naming f.toml --fact heads=4 --true-vocab 9", ("A", "B"),
+         {"names": "hf", "family": "llama", "naming": "f.toml", "facts": {"heads": 4}, "true_vocab": 9}),
         ("A B --unequal first", ("A", "B"), {"unequal": ["first"]}),
         ("A B --dtype bf16 --include a.* --exclude b --tensor c", ("A", "B"),
          {"dtype": "bf16", "include": ["a.*", "c"], "exclude": ["b"]}),
@@ -75,7 +78,7 @@ def test_reshard(argv: str, args: tuple[str, ...], options: dict[str, Any], monk
     monkeypatch.setattr("ckpt_tool.api.convert.reshard.prepare_reshard", recorder)
     assert main(["reshard", *argv.split()]) == 2
     named = dict(zip(("source", "target"), args, strict=True))
-    assert recorder.options == {**RESHARD, **MEGATRON, **RUN, "sidecar": None, **named, **options}
+    assert recorder.options == {**RESHARD, **NAMES, **MEGATRON, **RUN, "sidecar": None, **named, **options}
 
 
 def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:

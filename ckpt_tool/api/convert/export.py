@@ -20,7 +20,7 @@ from ckpt_tool.api.convert.conversion import (
     manifest_url_for,
     whole_boxes,
 )
-from ckpt_tool.api.convert.hf_names import NamesOptions, with_hf_names
+from ckpt_tool.api.convert.hf_names import names_options, with_hf_names
 from ckpt_tool.api.convert.masters import of_masters
 from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
@@ -125,8 +125,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     by_family, views = None, tuple[View, ...]()
     before = manifest
     if names == "hf":
-        options = NamesOptions(family, None if naming is None else _text_of(naming), facts, true_vocab)
-        by_family = with_hf_names(checkpoint, manifest, options, is_whole=not include and not exclude)
+        wanted = names_options(family, naming, facts, true_vocab)
+        by_family = with_hf_names(checkpoint, manifest, wanted, is_whole=not include and not exclude)
     if by_family is not None:
         manifest, views = by_family.manifest, by_family.views
         dropped += by_family.dropped
@@ -200,16 +200,3 @@ def export(
     conversion = prepare_export(source, target, **options)
     with conversion.checkpoint:
         return conversion.run(progress)
-
-
-def _text_of(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The path and the text of a local file.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            return os.fspath(path), file.read()
-    except OSError as error:
-        raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error

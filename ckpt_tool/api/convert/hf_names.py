@@ -6,6 +6,7 @@ from the user; each is reported with where it is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 
-__all__ = ["HfNames", "NamesOptions", "parse_facts", "with_hf_names"]
+__all__ = ["HfNames", "NamesOptions", "names_options", "parse_facts", "with_hf_names"]
 
 # Fact: its name among Megatron's arguments, and in a Hugging Face config.
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight")
@@ -64,6 +65,24 @@ class HfNames:
     """What each tensor is made of."""
     config: Mapping[str, Any]
     """What belongs into the model's ``config.json``, as far as the source tells; empty where it does not."""
+
+
+def names_options(
+    family: str, naming: str | os.PathLike[str] | None, facts: Mapping[str, int] | None, true_vocab: int | None
+) -> NamesOptions:
+    """Options as commands take them; ``naming`` is the path of a local file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if naming is None:
+        return NamesOptions(family, None, facts, true_vocab)
+    path = os.fspath(naming)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return NamesOptions(family, (path, file.read()), facts, true_vocab)
+    except OSError as error:
+        raise UsageError(f"the rules file cannot be read: {error.strerror}", where=path) from error
 
 
 def parse_facts(texts: Iterable[str]) -> dict[str, int]:

@@ -8,28 +8,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
+from ckpt_tool.api.convert.megatron_optimizer import megatron_optimizer
+from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.vocabulary import padded_size, repadded
+from ckpt_tool.api.convert.weight_states import (
+    MASTER,
+    MOMENTS,
+    WeightStates,
+    state_views,
+    states_of,
+    step_of,
+    with_all_masters,
+)
+from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats.megatron.fresh import fresh_objects
+from ckpt_tool.formats.megatron.parallel import built_in_rules
+from ckpt_tool.formats.megatron.registration import layer_key
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.model_config import arguments_of
+from ckpt_tool.layout.naming import rename
 from ckpt_tool.layout.naming_back import rename_back
+from ckpt_tool.layout.naming_match import choose_naming, match_names
 from ckpt_tool.layout.naming_rules import Naming, builtin_namings
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 
-__all__ = ["MegatronOptions", "MegatronSource", "as_megatron"]
+__all__ = ["MegatronOptions", "as_megatron"]
 
 _DIVISOR = 128
 """``make_vocab_size_divisible_by`` where nobody says otherwise, as in Megatron."""
+_FLOAT32 = dtype("float32")
 _LIKE_EMBEDDING = ("lm_head.weight", "embed_out.weight")
 
 
@@ -43,16 +60,6 @@ class MegatronOptions:
     """A ``config.json`` for a source that has none."""
 
 
-@dataclass(frozen=True)
-class MegatronSource:
-    """What the writer gets."""
-
-    manifest: Manifest
-    blobs: tuple[Blob, ...]
-    dropped: tuple[Dropped, ...]
-    notes: tuple[str, ...]
-
-
 def as_megatron(
     checkpoint: Checkpoint,
     manifest: Manifest,
@@ -61,7 +68,7 @@ def as_megatron(
     *,
     tp: int,
     is_live: bool = False,
-) -> MegatronSource:
+) -> Taken:
     """The source under Megatron's names, its vocabulary padded for ``tp`` tensor-parallel ranks.
 
     Args:
@@ -79,7 +86,7 @@ def as_megatron(
         manifest = _with_whole_layers(manifest) if is_live else manifest
         known = {**manifest.info.get("args", {}), **options.arguments}
         padded = repadded(manifest.replace(info={**manifest.info, "args": known}), known, tp=tp)
-        return MegatronSource(padded.manifest, _with_arguments(blobs, options), padded.dropped, padded.notes)
+        return Taken(padded.manifest, _with_arguments(blobs, options), padded.dropped, padded.notes)
     return _from_config(checkpoint, manifest, blobs, options, tp=tp)
 
 
@@ -120,47 +127,133 @@ def _with_whole_layers(manifest: Manifest) -> Manifest:
 
 def _from_config(
     checkpoint: Checkpoint, manifest: Manifest, blobs: tuple[Blob, ...], options: MegatronOptions, *, tp: int
-) -> MegatronSource:
+) -> Taken:
     config, where = _config(checkpoint, options)
     naming = _naming(config, where)
     translated = arguments_of(config, where)
     arguments = {**translated.values, **options.arguments}
+    facts = {name: Fact(value, evidence) for name, value, evidence in _facts(arguments, where)}
     model = SECTIONS.index("model")
     rows = [row for row in range(len(manifest.tensors)) if manifest.tensors.section[row] == model]
-    dropped = [
-        Dropped(fqn, "no weight of the model; Megatron starts its own")
-        for row, fqn in enumerate(manifest.tensors.fqns)
-        if manifest.tensors.section[row] != model
-    ]
-    dropped += [Dropped(blob.fqn, "not a tensor") for blob in blobs]
-    shapes = {manifest.tensors.fqns[row]: manifest.tensors.shape_of(row) for row in rows}
+    states = states_of(manifest, blobs).of_adam()
+    has_state = bool(states.tensors)
+    notes: list[str] = []
+    step = step_of(checkpoint, manifest, blobs, states) if has_state else 0
+    dropped = list(_left_out(manifest, blobs, states))
+    if has_state:
+        manifest, states, n_rounded = with_all_masters(manifest, states)
+        notes += _of_masters(manifest, states, n_rounded)
+    weights = [manifest.tensors.fqns[row] for row in rows]
+    manifest, weights, held, found = _with_hf_names(manifest, weights, states, facts)
+    notes += found
+    shapes = {fqn: manifest.tensor(fqn).shape for fqn in weights}
     if not arguments.get("untie_embeddings_and_output_weights"):
         for fqn in [fqn for fqn in shapes if fqn.endswith(_LIKE_EMBEDDING)]:
             del shapes[fqn]
             dropped.append(Dropped(fqn, "the config says that it is tied to the embedding"))
     divisor = arguments.setdefault("make_vocab_size_divisible_by", _DIVISOR)
     arguments["padded_vocab_size"] = padded_size(arguments["vocab_size"], divisor, tp)
-    facts = {name: Fact(value, evidence) for name, value, evidence in _facts(arguments, where)}
     variant = "local" if arguments.get("transformer_impl") == "local" else ""
     renaming = rename_back(naming, shapes, facts, n_rows={"vocab": arguments["padded_vocab_size"]}, variant=variant)
     views = [_in_model(view) for view in renaming.views]
-    result = apply_views(manifest, views)
-    keys = {view.fqn: view.shape for view in renaming.views}
-    known = {name: value for name, value in arguments.items() if isinstance(value, (int, str, float, bool))}
-    result = result.replace(info={"args": known, "folder": "release"}, blobs=())
     n_tokens, n_rows = arguments["vocab_size"], arguments["padded_vocab_size"]
-    notes = [
+    notes += [
         f"{len(shapes):,} tensors become {len(views):,}: {naming.name}, read backwards ({where})",
         *renaming.notes,
         f"the vocabulary of {n_tokens:,} is padded to {n_rows:,} rows: {divisor} (make_vocab_size_divisible_by) x {tp}",
         *translated.notes,
     ]
+    objects: tuple[Blob, ...] = ()
+    info: dict[str, Any] = {"folder": "release"}
+    if has_state:
+        views += _states(renaming.views, held)
+        entry = megatron_optimizer(states.groups, arguments, blobs, step=step)
+        arguments |= {name: value for name, value in entry.arguments.items() if name not in options.arguments}
+        objects, info = entry.blobs, {"step": step}
+        notes += entry.notes
+    result = apply_views(manifest, views)
+    keys = {view.fqn: view.shape for view in renaming.views}
+    known = {name: value for name, value in arguments.items() if isinstance(value, (int, str, float, bool))}
+    result = result.replace(info={"args": known, **info}, blobs=())
     dropped += [Dropped(fqn, why) for fqn, why in renaming.dropped]
-    return MegatronSource(result, tuple(fresh_objects(arguments, keys)), tuple(dropped), tuple(notes))
+    dtypes = {meta.fqn: _FLOAT32 for meta in result.tensors if meta.path[0] == "optimizer" and meta.dtype != _FLOAT32}
+    made = (*fresh_objects(arguments, keys), *objects)
+    return Taken(result, made, tuple(dropped), tuple(notes), dtypes)
 
 
 def _in_model(view: View) -> View:
     return replace(view, fqn=f"model.{view.fqn}", path=("model", view.fqn))
+
+
+def _left_out(manifest: Manifest, blobs: Sequence[Blob], states: WeightStates) -> Iterator[Dropped]:
+    """What is neither a weight nor state that Megatron's Adam has, and why it has no place."""
+    model = SECTIONS.index("model")
+    used = {fqn for own in states.tensors.values() for fqn in own.values()} | set(states.steps.values())
+    why = "Megatron's Adam has no such state" if states.tensors else "no weight of the model; Megatron starts its own"
+    for row, fqn in enumerate(manifest.tensors.fqns):
+        if manifest.tensors.section[row] != model and fqn not in used:
+            yield Dropped(fqn, why)
+    for blob in blobs:
+        if blob.fqn not in used and not (states.tensors and "param_groups" in blob.fqn):
+            yield Dropped(blob.fqn, "not a tensor")
+
+
+def _of_masters(manifest: Manifest, states: WeightStates, n_without: int) -> Iterator[str]:
+    n_weights = len(states.tensors)
+    if n_without == 0:
+        yield f"masters are those of the source, {n_weights:,}"
+    else:
+        kinds = {manifest.tensor(fqn).dtype.name for fqn in states.tensors}
+        yield (
+            f"{n_without:,} of {n_weights:,} weights have no master in the source: their masters are the weights "
+            f"themselves ({', '.join(sorted(kinds))}), exact in float32"
+        )
+
+
+def _with_hf_names(
+    manifest: Manifest, weights: Sequence[str], states: WeightStates, facts: Mapping[str, Fact]
+) -> tuple[Manifest, list[str], Mapping[str, Mapping[str, str]], list[str]]:
+    """Weights and their state under Hugging Face's names, as far as another program's are known; else as they are."""
+    found = choose_naming(weights, family=None)
+    if found is None:
+        return manifest, list(weights), states.tensors, []
+    shapes = {fqn: manifest.tensor(fqn).shape for fqn in weights}
+    renaming = rename(found.naming, match_names(found.naming, weights), shapes, facts, is_whole=True)
+    slots = (MASTER, *MOMENTS)
+    own, _ = state_views(renaming.views, states.tensors, slots, lambda slot, view: (f"@{slot}.{view.fqn}",))
+    result = apply_views(manifest, [*renaming.views, *own])
+    made = {view.fqn for view in own}
+    held = {
+        view.fqn: {slot: f"@{slot}.{view.fqn}" for slot in slots}
+        for view in renaming.views
+        if f"@{MASTER}.{view.fqn}" in made
+    }
+    return result, [view.fqn for view in renaming.views], held, [found.evidence, *renaming.notes]
+
+
+def _states(views: Sequence[View], held: Mapping[str, Mapping[str, str]]) -> list[View]:
+    """State of Megatron's weights.
+
+    Raises:
+        LayoutError: a parameter has none, which Megatron asks for.
+    """
+    found, without = state_views(
+        views, held, (MASTER, *MOMENTS), lambda slot, view: ("optimizer", "state", slot, view.fqn)
+    )
+    rules = built_in_rules()
+    lacking = [key for key in without if rules.cut(_within_layer(key)) != "buffer"]
+    if lacking:
+        raise LayoutError(
+            f"{len(lacking):,} weights have no optimizer state, which Megatron asks for: {', '.join(lacking[:4])}",
+            hint="leave the state out: --include with a pattern of the weights' names",
+        )
+    return found
+
+
+def _within_layer(key: str) -> str:
+    """The name that rules are about."""
+    found = layer_key(key)
+    return key if found is None else found[1]
 
 
 def _config(checkpoint: Checkpoint, options: MegatronOptions) -> tuple[Mapping[str, Any], str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
@@ -23,6 +23,7 @@ from ckpt_tool.api.convert.conversion import (
 )
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.convert.selection import select_tensors
+from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.dtypes import dtype as dtype_named
@@ -68,6 +69,11 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     rank_state: Literal["keep", "drop", "emit"] | None = None,
     unequal: str | Sequence[str] | None = None,
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
+    names: Literal["source", "hf"] = "source",
+    family: str = "auto",
+    naming: str | os.PathLike[str] | None = None,
+    facts: Mapping[str, int] | None = None,
+    true_vocab: int | None = None,
     config: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
     mcore_version: str | None = None,
@@ -109,6 +115,12 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             ``GLOB=concat:0``); None to stop.
         optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.
+        names: ``hf`` gives weights the names of a Hugging Face model, and AdamW's state those that torch has for them;
+            ``source`` keeps names.
+        family: whose names, as for an export.
+        naming: rules for names, as for an export.
+        facts: numbers for such rules, as for an export.
+        true_vocab: rows of the vocabulary that are no padding.
         config: a model's ``config.json``, for a target of Megatron and a source that has none beside it.
         arguments: arguments of the Megatron run that is to load the target, over those of the source.
         mcore_version: the version of megatron-core that is to load the target; None for the newest known.
@@ -136,6 +148,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
+    if names == "hf" and isinstance(writer, PlacingWriter | ArrangingWriter):
+        raise UsageError(f"{to} has names of its own", hint="leave out --names")
     if rank_state == "emit" and not writer.name.startswith("megatron"):
         raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
@@ -154,18 +168,18 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             model_dtype=None if dtype is None else dtype_named(dtype),
             sidecar=sidecar,
         )
-        if isinstance(writer, ArrangingWriter):
-            manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
-            manifest = writer.arranged(manifest, blobs, _sizes(target_mesh), options)
-        elif isinstance(writer, PlacingWriter):
-            from ckpt_tool.api.convert.megatron_source import MegatronOptions, as_megatron
-
-            said = MegatronOptions(arguments or {}, None if config is None else os.fspath(config))
-            taken = as_megatron(
-                checkpoint, manifest, blobs, said, tp=_sizes(target_mesh).get("tp", 1), is_live=writer.per_rank
-            )
-            manifest, blobs = taken.manifest, taken.blobs
-            dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
+        taken = _taken(
+            checkpoint,
+            Taken(manifest, blobs),
+            writer,
+            target_mesh,
+            options,
+            (arguments or {}, None if config is None else os.fspath(config)),
+            (family, naming, facts, true_vocab) if names == "hf" else None,
+            is_whole=not include and not exclude,
+        )
+        manifest, blobs = taken.manifest, taken.blobs
+        dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
         carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
         if optim_style is not None:
             carried, restyled = _restyled(carried, optim_style)
@@ -175,26 +189,25 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
                 carried = replace(carried, manifest=manifest, blobs=blobs)
         manifest = carried.manifest
         tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
+        if taken.dtypes:
+            kinds = zip(tensors.fqns, tensors.dtypes, strict=True)
+            tensors = replace(tensors, dtypes=tuple(taken.dtypes.get(fqn, kind) for fqn, kind in kinds))
         if isinstance(writer, PlacingWriter):
             boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
         elif target_mesh.world_size == 1:
             boxes = whole_boxes(tensors)
         else:
-            needs_rules = any(target_mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
-            rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
-            placed = place(
-                tensors.fqns,
-                [tensors.shape_of(row) for row in range(len(tensors))],
+            boxes, placed_notes = _by_rules(
+                manifest,
+                tensors,
                 target_mesh,
-                rule_set,
-                dp_mode=dp_mode,
+                StageOptions(vpp, first_stage_layers, last_stage_layers),
+                rules=rules,
                 default=default,
-                stages=StageOptions(vpp, first_stage_layers, last_stage_layers),
-                numbered=_numbered_parameters(manifest),
+                dp_mode=dp_mode,
+                policy=replicas if replicas != "auto" else ("groups" if writer.per_rank else "once"),
             )
-            notes += [*evidence, *placed.notes] if needs_rules else placed.notes
-            policy = replicas if replicas != "auto" else ("groups" if writer.per_rank else "once")
-            boxes = _stored_boxes(placed, tensors, target_mesh, policy)
+            notes += placed_notes
         conversion = build_conversion(
             checkpoint,
             manifest,
@@ -248,6 +261,35 @@ def _run(conversion: Conversion, progress: Callable[[Progress], None] | None) ->
         return conversion.run(progress)
 
 
+def _taken(
+    checkpoint: Checkpoint,
+    selected: Taken,
+    writer: Writer,
+    mesh: Mesh,
+    options: WriterOptions,
+    of_megatron: tuple[Mapping[str, Any], str | None],
+    names: tuple[str, str | os.PathLike[str] | None, Mapping[str, int] | None, int | None] | None,
+    *,
+    is_whole: bool,
+) -> Taken:
+    """The source under the names that the target's program has; what few runs need is imported here, 5 ms each."""
+    manifest, blobs = selected.manifest, selected.blobs
+    if isinstance(writer, ArrangingWriter):
+        manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
+        return Taken(writer.arranged(manifest, blobs, _sizes(mesh), options), blobs)
+    if isinstance(writer, PlacingWriter):
+        from ckpt_tool.api.convert.megatron_source import MegatronOptions, as_megatron
+
+        said, tp = MegatronOptions(*of_megatron), _sizes(mesh).get("tp", 1)
+        return as_megatron(checkpoint, manifest, blobs, said, tp=tp, is_live=writer.per_rank)
+    if names is None:
+        return selected
+    from ckpt_tool.api.convert.hf_names import names_options
+    from ckpt_tool.api.convert.torch_training import as_torch_training
+
+    return as_torch_training(checkpoint, manifest, blobs, names_options(*names), is_whole=is_whole)
+
+
 def _carried(
     writer: Writer,
     manifest: Manifest,
@@ -291,6 +333,34 @@ def _data_size(mesh: Mesh) -> int:
         if (axis in _DATA_AXES and axis != "cp") or axis == "ep":
             size *= n
     return size
+
+
+def _by_rules(
+    manifest: Manifest,
+    tensors: TensorTable,
+    mesh: Mesh,
+    stages: StageOptions,
+    *,
+    rules: str | os.PathLike[str] | None,
+    default: Literal["shard0", "replicate"] | None,
+    dp_mode: Literal["shard", "replicate"],
+    policy: str,
+) -> tuple[BoxTable, list[str]]:
+    """The boxes that ranks store by the rules of a family, and notes on how they were found."""
+    needs_rules = any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
+    rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
+    placed = place(
+        tensors.fqns,
+        [tensors.shape_of(row) for row in range(len(tensors))],
+        mesh,
+        rule_set,
+        dp_mode=dp_mode,
+        default=default,
+        stages=stages,
+        numbered=_numbered_parameters(manifest),
+    )
+    notes = [*evidence, *placed.notes] if needs_rules else list(placed.notes)
+    return _stored_boxes(placed, tensors, mesh, policy), notes
 
 
 def _stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, policy: str) -> BoxTable:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tool.manifest.model import Blob
 
-__all__ = ["BUCKET_FACTS", "SHARDED_PART", "combined", "parts_of"]
+__all__ = ["BUCKET_FACTS", "SHARDED_PART", "combined", "groups_of", "parts_of"]
 
 SHARDED_PART = re.compile(
     r"(?:chained_(?P<outer>\d+)\.)?optimizer\.(?:chained_(?P<inner>\d+)\.)?distributed\.dp_group_idx_(?P<group>\d+)"
@@ -54,6 +54,11 @@ def parts_of(entry: Any, blobs: Iterable[Blob]) -> list[dict[str, Any]]:
     return [found[number] for number in sorted(found)]
 
 
+def groups_of(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of all optimizers, from `parts_of`."""
+    return [group for part in parts for group in _groups(_inner(part))]
+
+
 def combined(parts: Sequence[Mapping[str, Any]], *, is_distributed: bool, has_expert_optimizer: bool) -> Any:
     """The entry of the target, one dict or two by number.
 
@@ -62,7 +67,7 @@ def combined(parts: Sequence[Mapping[str, Any]], *, is_distributed: bool, has_ex
         is_distributed: whether it is the distributed optimizer's.
         has_expert_optimizer: whether experts have an optimizer of their own.
     """
-    groups = [group for part in parts for group in _groups(_inner(part))]
+    groups = groups_of(parts)
     if not has_expert_optimizer:
         return _part(parts[0], _united([{**group, _EXPERTS: False} for group in groups]), is_distributed)
     dense = [group for group in groups if not group.get(_EXPERTS)]

@@ -25,9 +25,6 @@ from ckpt_tool.storage.open import open_store
 from tests.formats.conformance import all_rows, assemble, source_of
 from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, expert_shapes, padded_for, truth_from_seed
 from tests.formats.megatron.test_rank_writer import loaded
-from tests.formats.megatron.test_writer import launcher
-
-__all__ = ["launcher"]
 
 DENSE = truth_from_seed(dense_shapes(4, 112))
 EXPERTS = truth_from_seed(expert_shapes(2, 104, 4))

@@ -6,9 +6,6 @@ with megatron-core 0.19.2 and torch 2.13.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from ckpt_tool.formats.megatron.dist_reader import READER
 from ckpt_tool.formats.megatron.dist_writer import WRITER
 from ckpt_tool.storage.open import open_store
 from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of, stored_bytes_of
+from tests.formats.megatron.loading import assert_loads
 from tests.formats.megatron.places import (
     CHECKPOINTS,
     by_layer,
@@ -294,14 +292,6 @@ def test_writer_places_boxes_itself() -> None:
     assert isinstance(WRITER, PlacingWriter)
 
 
-@pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts that made the bundled checkpoints, in a folder of their own."""
-    folder = tmp_path_factory.mktemp("megatron") / "make"
-    shutil.copytree(FIXTURES / "megatron/make", folder)
-    return folder
-
-
 @pytest.mark.peer
 @pytest.mark.parametrize(
     ("name", "mesh", "run"),
@@ -360,14 +350,3 @@ def test_megatron_starts_from_emitted_random_states(to: str, launcher: Path, tmp
     options: dict[str, Any] = {**mesh, "arguments": arguments, "rank_state": "emit", "durable": False}
     reshard(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "out", to=to, **options)
     assert_loads(launcher, tmp_path / "out", mesh, "--pp 4" + (" --fmt torch" if to == "megatron-legacy" else ""))
-
-
-def assert_loads(launcher: Path, root: Path, mesh: Mesh, run: str) -> None:
-    """Real Megatron on as many ranks as the mesh has."""
-    n_ranks = int(np.prod([size for axis, size in mesh.items() if axis in {"tp", "pp", "dp"}]))
-    command = [os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(n_ranks), "mk.py", "load", str(root)]
-    environment = {**os.environ, "MCORE": "0.19.2"}
-    done = subprocess.run(
-        [*command, *run.split()], cwd=launcher, env=environment, capture_output=True, text=True, check=False
-    )
-    assert "LOAD OK" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
