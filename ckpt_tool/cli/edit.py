@@ -72,6 +72,14 @@ def edit(
             show_default=False,
         ),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Put a PEFT adapter's tensors and config beside those of SRC, in one index; nothing is added up.",
+            show_default=False,
+        ),
+    ] = None,
     link: Annotated[
         str, typer.Option(metavar="HOW", help="Unchanged files: auto (clone, else link), hard, clone or copy.")
     ] = "auto",
@@ -107,6 +115,7 @@ def edit(
         fix_index=fix_index,
         metadata=dict(_setting(text) for text in set_metadata or ()),
         repair=repair,
+        adapter=adapter,
         link=link,
         in_place=in_place,
         overwrite=overwrite,

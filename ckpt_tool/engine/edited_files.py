@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.edited import EditedFile
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import LocalTarget, Target
 
 __all__ = ["TakenOver", "write_edited"]
@@ -56,10 +58,13 @@ def write_edited(
 
 def _take_over(file: EditedFile, source: Source, target: Target, link: str, taken: TakenOver) -> bool:
     """Make a file an old one, if both are on this machine."""
-    store, only = source.store, file.parts[0]
-    if not (isinstance(store, LocalStore) and isinstance(target, LocalTarget) and isinstance(only, FileRange)):
+    only = file.parts[0]
+    if not (isinstance(target, LocalTarget) and isinstance(only, FileRange)):
         return False
-    how = target.take_over(file.path, store.real_path(only.path), link=link)
+    path = _local_path(source.store, only.path)
+    if path is None:
+        return False
+    how = target.take_over(file.path, path, link=link)
     if how == "hard":
         taken.linked_nbytes += only.length
     elif how == "clone":
@@ -69,10 +74,17 @@ def _take_over(file: EditedFile, source: Source, target: Target, link: str, take
     return True
 
 
+def _local_path(store: Store, path: str) -> str | None:
+    """Where a file lies on this machine, None where it does not."""
+    holder = store.holder(path) if isinstance(store, Beside) else store
+    return holder.real_path(path) if isinstance(holder, LocalStore) else None
+
+
 def _copy(part: FileRange, path: str, at: int, source: Source, target: Target) -> None:
     store = source.store
-    if isinstance(store, LocalStore) and isinstance(target, LocalTarget):
-        target.copy_in(path, at, store.real_path(part.path), part.offset, part.length)
+    local = _local_path(store, part.path)
+    if local is not None and isinstance(target, LocalTarget):
+        target.copy_in(path, at, local, part.offset, part.length)
         return
     for start in range(0, part.length, _BLOCK_BYTES):
         length = min(_BLOCK_BYTES, part.length - start)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.adapter import with_adapter
 from ckpt_tool.api.convert.conversion import (
     Dropped,
     Execution,
@@ -63,6 +65,7 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
     fix_index: bool = False,
     metadata: Mapping[str, str | None] | None = None,
     repair: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     link: str = "auto",
     in_place: bool = False,
     overwrite: bool = False,
@@ -81,6 +84,8 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
         fix_index: write index and total_size anew from the headers.
         metadata: free text of safetensors headers to set, None to remove.
         repair: ``copy`` or ``drop`` tensors of safetensors files that share bytes.
+        adapter: folder of a PEFT adapter, put beside the tensors of ``source`` under its own names; the other changes
+            are made to both.
         link: how unchanged files are taken over, one of ``LINKS``.
         in_place: replace the source.
         overwrite: replace what is at the target.
@@ -90,14 +95,20 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
     Raises:
         UsageError: nothing to do, names that collide, arguments that do not go together.
         Unsupported: the format cannot be edited.
+        LayoutError: the adapter is one of another model.
     """
     changes = changes or NameChanges()
     url = _target_url(source, target, in_place=in_place)
     if link not in LINKS:
         raise UsageError(f"{link!r} is no way to take files over", hint="one of: " + " ".join(LINKS))
-    if changes.is_empty and not (fix_index or metadata or repair):
+    if changes.is_empty and not (fix_index or metadata or repair or adapter):
         raise UsageError("nothing to change was asked for", hint="ckpt edit --help lists what can be")
-    with open_checkpoint(source, memory_budget_bytes=memory_budget_bytes) as checkpoint:
+    with ExitStack() as opened:
+        checkpoint = opened.enter_context(open_checkpoint(source, memory_budget_bytes=memory_budget_bytes))
+        notes: tuple[str, ...] = ()
+        if adapter is not None:
+            beside = opened.enter_context(open_checkpoint(adapter, memory_budget_bytes=memory_budget_bytes))
+            checkpoint, notes = with_adapter(checkpoint, beside, memory_budget_bytes)
         names = new_names(checkpoint.manifest, changes)
         if checkpoint.format in _REWRITTEN:
             if fix_index or metadata or repair:
@@ -116,7 +127,8 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
         laid_out = found.lay_out(
             checkpoint.source, checkpoint.manifest, Edit(names.tensors, names.objects, metadata or {}, repair)
         )
-        return _written(checkpoint, url, names, laid_out, link=link, overwrite=overwrite or in_place, durable=durable)
+        done = _written(checkpoint, url, names, laid_out, link=link, overwrite=overwrite or in_place, durable=durable)
+        return replace(done, notes=(*notes, *done.notes))
 
 
 def _target_url(source: str | os.PathLike[str], target: str | os.PathLike[str] | None, *, in_place: bool) -> str:

@@ -103,6 +103,8 @@ def container_findings(
     source: Source, path: str, directory: ZipDirectory, starts: Mapping[str, int], is_covered: IsCovered
 ) -> Iterator[Finding]:
     """`container_faults` of a file that is a zip as findings: one round of requests."""
+    if directory.is_rebuilt:  # nothing is left to compare with
+        return
     nbytes = source.listing.nbytes(path)
     ranges = _ranges(nbytes, directory, starts, is_covered)
     pieces = source.store.fetch([FileRange(path, offset, length) for offset, length in ranges])

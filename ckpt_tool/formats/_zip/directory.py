@@ -81,6 +81,8 @@ class ZipDirectory:
     """The folder of ``data.pkl`` with its slash; empty when there is no ``data.pkl`` in a folder."""
     offset: int
     """Where the directory starts: every payload ends before it."""
+    is_rebuilt: bool = False
+    """Whether it was put together from local headers, because the file's own is lost."""
 
     def record(self, name: str) -> ZipMember | None:
         """The member ``name`` of the root folder (``data.pkl``, ``data/0``), None where there is none."""

@@ -63,7 +63,7 @@ def scan_directory(read: Read, nbytes: int, storage_sizes: StorageSizes) -> ZipD
                 return None
         members[name] = ZipMember(name, at, method, crc, packed, unpacked, behind)
         at = behind
-    return ZipDirectory(members, root, at) if root else None
+    return ZipDirectory(members, root, at, is_rebuilt=True) if root else None
 
 
 def _local(read: Read, at: int, nbytes: int) -> tuple[str, int, int, int, int, int, int] | None:
