@@ -8,11 +8,11 @@ when an array is asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ ROOT = "ckpt_tool"
 
 # From the bottom up. A part imports parts of lower rows only, never one of its own row.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "records"),
     ("dtypes", "sizes", "checksum"),
     ("geometry",),
     ("manifest",),

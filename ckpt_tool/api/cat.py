@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, TensorView, open_checkpoint
 from ckpt_tool.errors import StorageError, TargetExists
 from ckpt_tool.manifest.select import parse_slice
+from ckpt_tool.records import dataclass
 
 __all__ = ["Excerpt", "cat", "save_npy"]
 

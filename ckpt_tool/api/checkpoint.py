@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
-from ckpt_tool.engine.memory import read_boxes
 from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.geometry.box import Box
@@ -135,6 +134,8 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
 
     def read(self, boxes: Sequence[tuple[str, Box]]) -> list[npt.NDArray[Any]]:
         """One array per (fqn, box in global coordinates), read together."""
+        from ckpt_tool.engine.memory import read_boxes  # who only looks at metadata starts without an engine
+
         manifest = self.resolve(sorted({fqn for fqn, _ in boxes}))
         return read_boxes(manifest, self.store, boxes, limits=plan_limits(self._memory_budget_bytes, 1))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint, plan_limits
 from ckpt_tool.api.workers import reading_workers
@@ -18,6 +17,7 @@ from ckpt_tool.manifest.digest_table import DigestRow, DigestTable, FileDigest
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.summing import SummingStore, file_sha256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from ckpt_tool.manifest.optimizer import OptimizerView, optimizer_views
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS, IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "FileRow",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.codec import SCHEMA
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.records import dataclass
 
 __all__ = ["ShardBox", "ShardMap", "shard_map"]
 

@@ -6,13 +6,13 @@ each sign. So a block without any costs two reductions and no temporary array. K
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
+from ckpt_tool.records import dataclass
 
 __all__ = ["BitPatterns", "NonFinite", "bit_patterns", "scan_non_finite"]
 

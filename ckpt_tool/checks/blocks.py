@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from ckpt_tool.errors import CkptError
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Store
 

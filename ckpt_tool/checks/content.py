@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Store
 
 __all__ = ["ContentScan", "scan_content"]

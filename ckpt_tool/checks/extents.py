@@ -6,7 +6,6 @@ Knows the manifest and the listing; reads nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["Extents", "chunk_nbytes", "extent_findings", "length_findings", "loss_findings", "measure", "some_names"]

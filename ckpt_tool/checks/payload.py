@@ -6,7 +6,6 @@ A part that fails becomes a finding, and the rest goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from ckpt_tool.formats.base import Checksum, Reader, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import FileTable
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 __all__ = ["Payload", "check_content", "check_headers"]

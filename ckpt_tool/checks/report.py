@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 
 __all__ = ["LEVELS", "SCHEMA", "FindingGroup", "VerifyReport", "sort_findings"]
 

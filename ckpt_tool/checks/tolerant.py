@@ -6,12 +6,13 @@ Knows no format: the file is the one that the reader's error names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_tool.errors import CkptError, FormatError, StorageError, UnsafePickle
 from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["TolerantReading", "read_tolerantly"]

@@ -7,7 +7,6 @@ zero. Knows no file; runs count elements of packed chunks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.flat import flat_boxes
+from ckpt_tool.records import dataclass
 
 __all__ = ["Run", "ZeroBox", "granule_maxima", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
 

@@ -16,12 +16,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 from ckpt_tool.api.traffic import current_traffic
 from ckpt_tool.cli.text import Line, Span, harmless, paint, plain, wrap
 from ckpt_tool.errors import UsageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["Output", "document", "has_colour", "output", "terminal_width", "write_lines"]
 

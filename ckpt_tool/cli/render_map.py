@@ -7,7 +7,6 @@ place, its rank, its file, and how often it is stored. Letters and lines say eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.render_tree import number_ranges
 from ckpt_tool.cli.text import Cell, Line, Span, columns, line
+from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:

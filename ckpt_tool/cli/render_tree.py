@@ -7,11 +7,11 @@ shapes) become ``0-31``, siblings that are single tensors of one type and shape 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Cell, Line, Span, columns, cut, line, plain, width_of
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ def prepared(
     Raises:
         UsageError: both ways to share the work were asked for.
     """
-    from ckpt_tool.api.convert.processes import processes, shared_options
-    from ckpt_tool.api.convert.share import launched_share, local_count, parse_share
+    from ckpt_tool.api.convert.share import launched_share, local_count, parse_share, shared_options
 
     if n_processes > 1:
         if split is not None:
@@ -44,6 +43,8 @@ def prepared(
             with ray_processes(prepare, options, n_processes) as first:
                 yield prepare(**options, share=first)
             return
+        from ckpt_tool.api.convert.processes import processes
+
         shared = shared_options(options, n_processes)
         with processes(prepare, shared, n_processes) as first:
             yield prepare(**shared, share=first)

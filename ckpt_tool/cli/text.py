@@ -7,7 +7,8 @@ of a table: a table of 100,000 tensors is printed here in a fraction of a second
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["Cell", "Line", "Span", "columns", "cut", "harmless", "line", "paint", "plain", "width_of", "wrap"]
 

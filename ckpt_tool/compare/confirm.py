@@ -7,7 +7,6 @@ global coordinates; elements are raw bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.flat import flat_boxes
 from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.plan.tiles import cut_tiles
+from ckpt_tool.records import dataclass
 
 __all__ = ["BoxSource", "Confirmer", "Place", "Verdict"]
 

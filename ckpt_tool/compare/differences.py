@@ -5,13 +5,13 @@ Arrays are those of one tile, as raw bits; what they amount to is merged per ten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
+from ckpt_tool.records import dataclass
 
 __all__ = ["First", "Tally", "element_values", "same_bits", "tally", "ulp_distances"]
 

@@ -6,7 +6,6 @@ Guesses are tried from the plainest to the strangest; the first that holds is th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -18,6 +17,7 @@ from ckpt_tool.compare.row_orders import find_order
 from ckpt_tool.compare.tiles import ComparedPair, common_box
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.records import dataclass
 
 __all__ = ["Reason", "explain", "is_cast"]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.compare.reasons import Reason
+from ckpt_tool.records import dataclass
 
 __all__ = ["SCHEMA", "STATUSES", "DiffGroup", "DiffReport", "Measures", "ObjectDiff", "Side", "TensorDiff"]
 

@@ -6,12 +6,12 @@ Rows are told apart by a number each, as probes make them. Pure; knows no bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = ["RowOrder", "find_order", "known_order"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +25,7 @@ from ckpt_tool.manifest.tables import pad_shapes
 from ckpt_tool.plan.build import PlanLimits, has_odd_strides
 from ckpt_tool.plan.model import Tiles
 from ckpt_tool.plan.tiles import cut_tiles
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = ["ComparedPair", "Pair", "PairTiles", "TileSource", "common_box", "compare_tiles", "cut_pairs"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.model import TensorMeta
+from ckpt_tool.records import dataclass
 
 __all__ = ["CastReport", "EngineOptions", "Progress", "RunReport", "TakenDigests"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.plan.build import PlanLimits, has_odd_strides, plan_reads
 from ckpt_tool.plan.model import Pieces, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Store
 

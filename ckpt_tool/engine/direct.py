@@ -6,7 +6,6 @@ Which parts of a plan can be read so is found once, in columns; what is left goe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from ckpt_tool.engine.landing import Landing
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 __all__ = ["DirectReads", "batches", "find_direct", "read_direct"]

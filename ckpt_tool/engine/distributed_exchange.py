@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ckpt_tool.engine.landing import Filler, Landing, Places, packed_nbytes, put
 from ckpt_tool.engine.schedule import Schedule
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 __all__ = ["MIN_TILE_BYTES", "ExchangeReport", "exchange_tile_bytes", "run_exchange"]

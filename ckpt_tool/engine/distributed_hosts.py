@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +15,7 @@ from ckpt_tool.engine import shared_memory
 from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.engine.shared_memory import Segment
 from ckpt_tool.errors import StorageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["Hosts", "Published", "hosts_of", "open_segments", "publish"]
 

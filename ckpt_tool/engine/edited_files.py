@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.edited import EditedFile
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.store import Store

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.errors import UsageError
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.target import Log
 
 __all__ = ["Journal", "UnitRecord"]

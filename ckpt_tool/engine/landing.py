@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from ckpt_tool.engine.tile_digests import TileDigests
 from ckpt_tool.engine.worker import Worker
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +18,7 @@ from ckpt_tool.engine.landing import Filler, Landing, Places
 from ckpt_tool.engine.pool import run_units
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 __all__ = ["OwnReads", "plan_own_reads", "run_own_reads"]

@@ -5,7 +5,6 @@ The plan's target has ranks for files, see `landing.rank_manifest`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 
 __all__ = ["Schedule", "make_schedule"]
 

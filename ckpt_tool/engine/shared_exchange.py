@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -28,6 +27,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.build import PlanLimits, make_plan
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 __all__ = ["LostRank", "SharedReads", "SharedReport", "plan_shared_reads", "run_shared_reads"]

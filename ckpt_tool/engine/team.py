@@ -15,12 +15,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.local_target import JOURNAL_NAME
 from ckpt_tool.storage.locked_file import LockedFile, is_held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,10 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.plan.model import Pieces, Tiles
-from ckpt_tool.storage.read_ahead import ReadAhead
 from ckpt_tool.storage.store import Store
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.read_ahead import ReadAhead
 
 __all__ = ["Buffer", "TileReader", "piece_slices"]
 
@@ -95,6 +97,8 @@ class TileReader:
         if self._ahead is not None or not self._ahead_bytes:
             yield
             return
+        from ckpt_tool.storage.read_ahead import ReadAhead  # for far storage alone
+
         ranges = (r for tile in tiles for r in self._ranges(tile))
         self._ahead = ReadAhead(self._store, ranges, max_bytes=self._ahead_bytes, concurrency=self._n_requests)
         try:

@@ -6,7 +6,6 @@ Knows no format. Readers whose metadata lists boxes as arrays add many chunks in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import FileEntry, KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Columns"]
 

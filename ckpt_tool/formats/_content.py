@@ -6,7 +6,8 @@ Knows magic numbers and nothing of how to read any of these formats.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["HEAD_NBYTES", "Content", "content_of", "what_is"]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._content import what_is
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 
 __all__ = ["Held", "Index", "contradictions", "homes_of", "parse_index", "write_index"]
 

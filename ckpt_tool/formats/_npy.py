@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import struct
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from ckpt_tool.dtypes import DTYPES, DType, opaque
 from ckpt_tool.errors import FormatError
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "FIRST_NBYTES",

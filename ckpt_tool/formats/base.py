@@ -7,7 +7,6 @@ they go and which header bytes surround them, the engine moves them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import numpy as np
@@ -17,6 +16,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing, Store
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 
 from ckpt_tool.errors import NotFound
@@ -19,6 +19,7 @@ from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.merge import PartBounds, bounds_of, merge_manifests, replace_chunks, split_manifest
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
 __all__ = ["ACCELERATE", "VESCALE", "Bundle"]

@@ -6,11 +6,11 @@ What an editor of one format returns; whoever writes the files links, clones or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Edit", "EditedFile", "EditedFiles", "Editor"]
 

@@ -7,7 +7,6 @@ memory of the tensor that the framework holds, so that writing into the view cha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.frameworks import dtensor, megatron, sharded_tensor
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = ["Leaf", "Part", "megatron_leaf", "tensor_leaf"]
 

@@ -8,7 +8,6 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +17,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.frameworks import dtensor
 from ckpt_tool.frameworks.boxes import Part, tensor_leaf
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Held", "HeldStates", "HeldTensor"]
 

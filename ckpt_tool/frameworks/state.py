@@ -6,7 +6,6 @@ Walking it finds the tensors as leaves of boxes, and everything else as slots th
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, MutableSequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ckpt_tool.frameworks import megatron
 from ckpt_tool.frameworks.boxes import Leaf, megatron_leaf, tensor_leaf
 from ckpt_tool.frameworks.dtensor import Known
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["LiveState", "Slot", "walk_state"]
 

@@ -6,13 +6,12 @@ is first told by digests and then compared, number by number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.overlaps import row_digest
+from ckpt_tool.records import dataclass
 
 __all__ = ["Alike", "Side", "alike_keys"]
 

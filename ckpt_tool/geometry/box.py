@@ -6,10 +6,10 @@ from the first element of a named box. Knows nothing of dtypes, bytes or files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.records import dataclass
 
 __all__ = ["Box", "difference", "intersect"]
 

@@ -6,7 +6,6 @@ whether two equal boxes are replicas or a conflict.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -15,6 +14,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.geometry.gaps import gaps
 from ckpt_tool.geometry.overlaps import exact_duplicates, overlapping_pairs
+from ckpt_tool.records import dataclass
 
 __all__ = ["Coverage", "coverage", "exact_duplicates", "gaps", "overlapping_pairs", "volumes_match"]
 

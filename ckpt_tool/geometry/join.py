@@ -5,13 +5,12 @@ Pure columns: no Python loop runs per box or per pair. All coordinates are globa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.geometry.alike import Side, alike_keys
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
 

@@ -6,7 +6,6 @@ Bytes count from the chunk's element zero. Knows nothing of files: whoever knows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = ["ByteRuns", "byte_runs", "contiguous_strides", "contiguous_strides_columns", "merge_runs"]
 

@@ -6,13 +6,13 @@ Axis names are free, as checkpoints use many; what an axis does to a tensor is d
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = ["Mesh", "default_mesh", "parse_mesh"]
 

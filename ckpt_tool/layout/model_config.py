@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.rules import check_keys
+from ckpt_tool.records import dataclass
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,7 +96,7 @@ class _Table:
 @cache
 def _table() -> _Table:
     """Reads the package's own file, once."""
-    text = resources.files("ckpt_tool.layout").joinpath("configs.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("configs.toml").read_text(encoding="utf-8")
     document = tomllib.loads(text)
     check_keys(document, {"same", "model"}, "configs.toml")
     models: dict[str, _Model] = {}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["Spelling", "spellings", "without_wrappers"]
 

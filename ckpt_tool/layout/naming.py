@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -17,6 +17,7 @@ from ckpt_tool.layout.naming_match import Matched
 from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
 from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
+from ckpt_tool.records import dataclass
 
 __all__ = ["Renaming", "natural", "rename"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tool.errors import LayoutError
@@ -19,6 +18,7 @@ from ckpt_tool.layout.naming import Renaming, natural
 from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
 from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
+from ckpt_tool.records import dataclass
 
 __all__ = ["fits_back", "rename_back"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
+from ckpt_tool.records import dataclass
 
 __all__ = ["Matched", "NamingMatch", "choose_naming", "match_names"]
 

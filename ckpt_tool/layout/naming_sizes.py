@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.records import dataclass
 
 __all__ = ["FACT_HINT", "Fact", "Piece", "pieces_of", "size_of", "stated"]
 

@@ -7,7 +7,6 @@ written. Knows no file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -18,6 +17,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.layout.views import Part, View
 from ckpt_tool.manifest.model import Manifest, TensorMeta
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["Origins", "origins_of", "renaming_views"]
 

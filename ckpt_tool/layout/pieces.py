@@ -5,7 +5,6 @@ Works on columns of all ranks at once. Knows places and sizes along axes, not th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -16,6 +15,7 @@ from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.geometry.grid import split_columns
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.placement import Flat, Placement, Replicate, Shard
+from ckpt_tool.records import dataclass
 
 __all__ = ["Cut", "Pieces", "cut_pieces"]
 

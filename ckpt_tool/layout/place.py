@@ -13,7 +13,6 @@ Boxes are in global coordinates, columns padded behind with offset 0 and size 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -29,6 +28,7 @@ from ckpt_tool.layout.placement import Flat, Placement, Replicate, Shard, Tensor
 from ckpt_tool.layout.resolve import Default, Notes, Resolved, is_for_everyone, resolve
 from ckpt_tool.layout.rules import RuleSet
 from ckpt_tool.layout.stages import LayerStages, StageOptions, layer_stages
+from ckpt_tool.records import dataclass
 
 __all__ = ["DataParallelMode", "Placed", "place"]
 

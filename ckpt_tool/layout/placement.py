@@ -5,8 +5,9 @@ The words are those of DTensor. Knows neither names of tensors nor sizes of mesh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["Flat", "Placement", "Replicate", "Shard", "StageName", "TensorLayout"]
 

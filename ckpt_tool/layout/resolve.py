@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -16,6 +15,7 @@ from ckpt_tool.layout.names import Spelling, spellings
 from ckpt_tool.layout.placement import Replicate, Shard, TensorLayout
 from ckpt_tool.layout.rules import Kind, RuleMatch, RuleSet
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.records import dataclass
 
 __all__ = ["Default", "Notes", "Resolved", "is_for_everyone", "resolve", "rows_of_kind"]
 

@@ -30,11 +30,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.placement import Replicate, Shard, StageName, TensorLayout
+from ckpt_tool.records import dataclass
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -191,9 +192,9 @@ def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None)
     return own if base is None else base.preceded_by(own)
 
 
-def typical_names(text: str) -> tuple[re.Pattern[str], ...]:
-    """The ``detect`` patterns of a family's own rules file, without its rules: those are many and cost to compile."""
-    return tuple(re.compile(pattern) for pattern in tomllib.loads(text).get("family", {}).get("detect", []))
+def typical_names(text: str) -> tuple[str, ...]:
+    """The ``detect`` patterns of a family's own rules file; the rules below them are many, and are not parsed."""
+    return tuple(tomllib.loads(text.partition("[[rule]]")[0]).get("family", {}).get("detect", []))
 
 
 def _rules(tables: Sequence[Mapping[str, Any]], layer_pattern: str, source: str) -> Iterator[Rule]:

@@ -6,12 +6,12 @@ Knows layer numbers only, no tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = ["LayerStages", "StageOptions", "layer_stages"]
 

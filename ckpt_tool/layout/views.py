@@ -9,7 +9,6 @@ what is no longer packed gets strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.merge import stacked_chunks
 from ckpt_tool.manifest.model import ZEROS, FileEntry, KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["Part", "View", "apply_views"]
 

@@ -16,7 +16,6 @@ signature: who wants to can make another tensor of the same digest. Knows no fil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -26,6 +25,7 @@ from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.errors import CoverageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import byte_runs, contiguous_strides
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "ContentDigest",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +14,7 @@ from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import FormatError, IntegrityError, Unsupported
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 
 __all__ = ["SCHEMA", "DigestRow", "DigestTable", "FileDigest", "parse_table"]
 

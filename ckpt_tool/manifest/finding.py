@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 
 __all__ = ["Finding", "Severity"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["PartBounds", "bounds_of", "merge_manifests", "replace_chunks", "split_manifest", "stacked_chunks"]
 

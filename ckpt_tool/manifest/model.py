@@ -7,10 +7,11 @@ tensor payload; objects that are not tensors are carried as blobs: the bytes whe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.records import dataclass, field
 
 if TYPE_CHECKING:
     from ckpt_tool.dtypes import DType

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["OptimizerView", "ParameterGroup", "ParameterKey", "match_parameters", "optimizer_views"]
 

@@ -8,11 +8,12 @@ flattens them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, ParameterKey, optimizer_views
+from ckpt_tool.records import dataclass
 
 __all__ = ["STYLES", "Restyled", "restyle_optimizers"]
 

@@ -7,7 +7,7 @@ neither their volume nor their byte order. ``n`` counts rows, ``D`` is the padde
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntFlag
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, KeyPath, TensorMeta
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "SECTIONS",

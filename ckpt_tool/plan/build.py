@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +17,7 @@ from ckpt_tool.plan import sequence
 from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
+from ckpt_tool.records import dataclass
 
 __all__ = ["PlanLimits", "has_odd_strides", "make_plan", "plan_reads"]
 

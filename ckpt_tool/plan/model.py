@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from ckpt_tool.dtypes import DType
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["Cast", "Pieces", "Plan", "PlanStats", "Tiles"]
 

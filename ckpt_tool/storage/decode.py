@@ -11,11 +11,11 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
 from ckpt_tool.errors import FormatError, StorageError
 from ckpt_tool.manifest.model import FileEntry, FileRange
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.codecs import check_codec, content_blocks, deflated_limit, split_slice
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Listing, Store

@@ -10,10 +10,10 @@ import os
 import threading
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ckpt_tool.errors import UsageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["TIMEOUT_S", "HttpClient", "HttpStatusError", "Response", "ShortAnswerError", "silence_s"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 
 from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import format_bytes
 from ckpt_tool.storage.parts import Begun, Part, PartPlace
 

@@ -6,8 +6,9 @@ Parts outlive the process that sent them, so a killed run can go on. Protocol an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Begun", "Bytes", "Part", "PartLimits", "PartPlace"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 from ckpt_tool.storage.urls import check_path, join_url
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 from ckpt_tool.errors import NotFound
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["REMOTE_COST", "Listing", "ReadCost", "Store"]
 

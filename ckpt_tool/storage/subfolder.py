@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 
 __all__ = ["Subfolder", "sublisting"]

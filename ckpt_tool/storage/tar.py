@@ -8,10 +8,10 @@ are not trusted: what leaves the archive is refused, links and devices are left 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError, Unsupported
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 from ckpt_tool.storage.urls import check_path, join_url
 

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Traffic", "counting", "current_traffic"]
 

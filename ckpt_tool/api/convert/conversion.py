@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from ckpt_tool.manifest.tables import SECTIONS, FileTable, IntArray, TensorTable
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.describe import plan_json
 from ckpt_tool.plan.model import Cast, Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local
 from ckpt_tool.storage.zeros import with_zeros

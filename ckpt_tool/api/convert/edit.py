@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
@@ -27,6 +27,7 @@ from ckpt_tool.formats.editors import editor, editor_names
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.subset import only_tensors
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.take_over import LINKS
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path

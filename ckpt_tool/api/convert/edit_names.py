@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.errors import NotFound, UsageError
@@ -13,6 +12,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.select import matching
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 
 __all__ = ["NameChanges", "NewNames", "new_names", "parse_rename"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from ckpt_tool.layout.origins import renaming_views
 from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 
 __all__ = ["HfNames", "NamesOptions", "names_options", "parse_facts", "with_hf_names"]
 

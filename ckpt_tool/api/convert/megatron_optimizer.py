@@ -8,11 +8,11 @@ matrices and what biases and norms are told of their decay follows ``get_standar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.optimizer import ParameterGroup
+from ckpt_tool.records import dataclass
 
 __all__ = ["MegatronOptimizer", "megatron_optimizer"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
@@ -41,6 +41,7 @@ from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 
 __all__ = ["MegatronOptions", "as_megatron"]
 

@@ -10,21 +10,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
-from ckpt_tool.api.convert.conversion import Conversion, default_workers
+from ckpt_tool.api.convert.conversion import Conversion
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import CkptError, StorageError
 
-__all__ = ["processes", "run_share", "shared_options"]
+__all__ = ["processes", "run_share"]
 
 _GRACE_S = 10.0
-
-
-def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
-    """Arguments of a conversion for each of several processes of one machine, which share its threads and memory."""
-    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
-    memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
-    return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}
 
 
 @contextmanager

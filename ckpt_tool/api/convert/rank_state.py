@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from ckpt_tool.api.convert.conversion import Dropped
@@ -13,6 +13,7 @@ from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 
 __all__ = ["Carried", "by_name", "carry_rank_state", "without"]
 

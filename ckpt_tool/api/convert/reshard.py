@@ -248,7 +248,8 @@ def reshard(
     which must not run again when imported.
     """
     if n_processes > 1:
-        from ckpt_tool.api.convert.processes import processes, shared_options  # 5 ms of start-up that few runs need
+        from ckpt_tool.api.convert.processes import processes  # 5 ms of start-up that few runs need
+        from ckpt_tool.api.convert.share import shared_options
 
         shared = shared_options({"source": source, "target": target, **options}, n_processes)
         with processes(prepare_reshard, shared, n_processes) as share:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
@@ -13,6 +12,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass
 
 __all__ = ["Selection", "select_tensors"]
 

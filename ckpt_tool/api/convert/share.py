@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
+from ckpt_tool.api.convert.conversion import default_workers
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 
-__all__ = ["launched_share", "local_count", "parse_share"]
+__all__ = ["launched_share", "local_count", "parse_share", "shared_options"]
 
 # Variables for rank and number, and those that together name the run. torchrun starts processes under any of the
 # others too, so it comes first. Of Slurm only what `srun` sets counts: a batch script has a SLURM_PROCID of its own.
@@ -72,3 +75,10 @@ def _share(index: str, count: str, where: str) -> Share:
             hint="the first of four is --split 0/4, the last 3/4; one alone is 0/1",
         )
     return Share(int(index), int(count))
+
+
+def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
+    """Arguments of a conversion for each of several processes of one machine, which share its threads and memory."""
+    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
+    memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
+    return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}

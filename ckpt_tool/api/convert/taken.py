@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.dtypes import DType
 from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Taken"]
 

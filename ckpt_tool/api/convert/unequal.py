@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.errors import IntegrityError, UsageError
@@ -12,6 +11,7 @@ from ckpt_tool.manifest.concatenate import concatenate_ranks, names_of_ranks
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
+from ckpt_tool.records import dataclass
 
 __all__ = ["UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 

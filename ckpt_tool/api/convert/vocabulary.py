@@ -7,7 +7,6 @@ ranks, another number of rows. Embedding, output layer and their optimizer state
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Manifest, TensorMeta
+from ckpt_tool.records import dataclass
 
 __all__ = ["Padded", "padded_size", "repadded", "true_vocabulary"]
 

@@ -7,7 +7,7 @@ the names of the sources differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ckpt_tool.manifest.alias import with_aliases
 from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.optimizer import ParameterGroup, optimizer_views
+from ckpt_tool.records import dataclass
 
 __all__ = ["MASTER", "MOMENTS", "WeightStates", "state_views", "states_of", "step_of", "with_all_masters"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["Proof", "read", "written"]
 

@@ -6,13 +6,14 @@ test in which that program opens what was written here. What has no proof has no
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ckpt_tool.api.formats.others import OTHERS
 from ckpt_tool.api.formats.proofs import Proof, read, written
 from ckpt_tool.api.formats.recognised import RECOGNISED
 from ckpt_tool.formats.registry import readers, writer_names
+from ckpt_tool.records import dataclass
 
 __all__ = ["FormatRow", "Proof", "format_rows"]
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from ckpt_tool.engine.landing import Landing
 from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import FileTable, IntArray
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_payload
 from ckpt_tool.storage.store import Store

@@ -7,7 +7,6 @@ same load, and the leaders have seen that no file has changed since.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +16,7 @@ from ckpt_tool.api.job.load_move import Moves
 from ckpt_tool.api.job.load_target import Target
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.tables import FileTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["Known", "find_known", "forget_all", "keep_known"]
 

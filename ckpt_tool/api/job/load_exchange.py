@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -14,6 +13,7 @@ from ckpt_tool.geometry.join import Boxes, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:

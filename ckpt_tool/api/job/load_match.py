@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -12,6 +11,7 @@ from ckpt_tool.api.convert.names import module_names
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "Expected",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.build import PlanLimits, make_plan
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -12,6 +11,7 @@ from ckpt_tool.engine.landing import Landing, box_rows
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 if TYPE_CHECKING:
     from ckpt_tool.frameworks.state import LiveState

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckpt_tool.engine.save.log import Operation, OperationLog
 from ckpt_tool.engine.save.wire import rebuilt
 from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["SaveHandle", "SaveResult", "Verdicts"]
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.api.job.extra_state import OnResize, extra_path, world_record
@@ -25,6 +25,7 @@ from ckpt_tool.engine.save.log import Operation, OperationLog
 from ckpt_tool.engine.save.wire import described
 from ckpt_tool.errors import CkptError, StorageError, UsageError
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.urls import is_local, local_path
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ckpt_tool.errors import NotFound, StorageError, Unsupported
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.target import MARKER_NAME
 from ckpt_tool.storage.urls import is_local, local_path
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -19,6 +19,7 @@ from ckpt_tool.api.trust.verify import verify as verified
 from ckpt_tool.checks.report import LEVELS
 from ckpt_tool.errors import CkptError, NotFound, UsageError
 from ckpt_tool.manifest.finding import Severity
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import join_url

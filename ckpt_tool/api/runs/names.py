@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["TRACKERS", "StepFiles", "StepName", "group_steps", "natural", "step_name"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
@@ -18,6 +17,7 @@ from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import format_bytes
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.subfolder import Subfolder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from ckpt_tool.api.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.manifest.digest import ContentDigest, crc32_of_zeros
 from ckpt_tool.manifest.digest_table import DigestTable
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.records import dataclass
 
 __all__ = ["DigestSide", "diff_digests"]
 

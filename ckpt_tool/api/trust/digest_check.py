@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ckpt_tool.manifest.digest_table import DigestTable, FileDigest
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["DigestCheck", "as_manifest", "check_digests"]
 

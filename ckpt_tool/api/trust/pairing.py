@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tool.api.convert.names import module_names
@@ -12,6 +11,7 @@ from ckpt_tool.compare.tiles import Pair
 from ckpt_tool.errors import UsageError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.records import dataclass
 
 __all__ = ["NameMap", "Pairing", "is_noise", "name_map", "pair_tensors"]
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from ckpt_tool.manifest.digest_table import DigestTable
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.open import open_store
 
 __all__ = ["Lost", "SalvageResult", "salvage"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.trust.diff import diff
 from ckpt_tool.compare.report import TensorDiff
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.records import dataclass
 
 __all__ = ["Compared", "compare_with"]
 

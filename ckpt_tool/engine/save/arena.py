@@ -10,12 +10,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import format_bytes
 
 __all__ = ["Arena", "StagedBox", "arrange"]

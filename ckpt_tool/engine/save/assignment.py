@@ -7,7 +7,6 @@ already stays as it is. Pure: the same states give the same assignment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from ckpt_tool.manifest.model import KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.plan.assign import choose_replicas
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Assigned", "GlobalState", "assign"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["HeldState", "Names", "fqn_of"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ from ckpt_tool.engine.save.arena import StagedBox, arrange
 from ckpt_tool.engine.save.columns import HeldState, Names
 from ckpt_tool.engine.save.wire import Message
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["SaveCommand", "Structure"]
 

@@ -10,10 +10,10 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ckpt_tool.engine.save.wire import Connection, Message
 from ckpt_tool.errors import StorageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["Links", "Place"]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from typing import Any
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["Operation", "OperationLog"]
 

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.engine.save.arena import Arena
@@ -31,6 +30,7 @@ from ckpt_tool.engine.save.wire import Connection, Message, described
 from ckpt_tool.engine.save.work import Work
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import RankLayOut
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["WriterProcess", "main"]
 

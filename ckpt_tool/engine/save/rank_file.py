@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.save.arena import StagedBox
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import RankLayOut
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.shared_folder import SharedFile, SharedTarget
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ Pure: no sockets, no clock, no files. What it means that a report says ``done`` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.engine.save.wire import Message
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["PlanEntry", "Report", "Round"]
 

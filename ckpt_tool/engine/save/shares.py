@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_tool.engine.save.assignment import Assigned
 from ckpt_tool.engine.save.wire import Message
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["Share", "shares_message", "shares_of", "told"]
 

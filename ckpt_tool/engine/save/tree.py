@@ -6,10 +6,11 @@ Pure arithmetic on rank numbers: every rank computes the same tree from the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["FAN_OUT", "Tree", "control_tree"]
 

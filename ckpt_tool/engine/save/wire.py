@@ -10,10 +10,10 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Connection", "Message", "described", "rebuilt"]
 

@@ -7,11 +7,11 @@ take most of the time that checking their checksums takes. An item that differs 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.formats._zip.container import MAX_SMALL_NBYTES, Fault, container_faults
 from ckpt_tool.formats._zip.directory import Read, ZipDirectory, ZipMember, payload_offset, read_directory
+from ckpt_tool.records import dataclass
 
 __all__ = ["ItemKinds", "MemberSum"]
 

@@ -7,8 +7,6 @@ later where pickles are longer or sizes exceed 4 GiB, so it is always looked up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.load import load_pickle
@@ -16,6 +14,7 @@ from ckpt_tool.formats._pickle.tensors import QuantizedTensorRef, TensorRef
 from ckpt_tool.formats._zip.directory import Read, is_big_endian, payload_offset, read_directory, read_member
 from ckpt_tool.formats._zip.head import parse_item_head
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.records import dataclass
 
 __all__ = ["HEAD_NBYTES", "ItemHeads", "Payload", "payload_from_directory"]
 

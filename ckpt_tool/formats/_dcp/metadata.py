@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.nodes import Fields, Global, Stub
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "METADATA_NAME",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.formats._dcp.pickle_rows import Recalled, Rows
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray, pad_shapes
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "MetadataPickle",

@@ -7,7 +7,6 @@ rows of one length are put together by numpy, a few nanoseconds a number. Knows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["Recalled", "Rows"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
@@ -17,6 +16,7 @@ from ckpt_tool.formats.base import BoxTable, Segment
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["GrowingFiles", "PlacedItems", "check_dtypes", "place_boxes", "sealed", "written_tensors"]
 

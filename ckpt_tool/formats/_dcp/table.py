@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NoReturn
 
@@ -20,6 +19,7 @@ from ckpt_tool.formats._dcp.metadata import MetadataFile, TensorItem
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["Tables", "rank_of", "tabulate"]

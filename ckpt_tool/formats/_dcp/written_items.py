@@ -7,7 +7,6 @@ what torch 2.13 writes, byte for byte but for the serialization id, which is not
 from __future__ import annotations
 
 import pickletools
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.dtypes import DTYPES, DType
@@ -18,6 +17,7 @@ from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._zip.layout import ZipLayout, item_layout, torch_members
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob
+from ckpt_tool.records import dataclass
 
 __all__ = ["ItemKind", "ItemKinds", "foreign_names", "is_writable", "object_item"]
 

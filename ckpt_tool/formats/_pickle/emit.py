@@ -6,7 +6,6 @@ The inverse of ``rebuild``, ``constructors`` and ``numpy_values``. Knows no opco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckpt_tool.formats._pickle.tensors import (
     TensorRef,
     WrapperRef,
 )
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["REDUCED", "Call"]
 

@@ -8,7 +8,6 @@ files: bytes come from ``read(offset, length)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
@@ -16,6 +15,7 @@ from ckpt_tool.formats._pickle.load import load_prefix
 from ckpt_tool.formats._pickle.scan import pickle_end
 from ckpt_tool.formats._pickle.tensors import StorageRef
 from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.records import dataclass
 
 __all__ = ["LegacyFile", "is_legacy", "is_legacy_tar", "read_legacy"]
 

@@ -6,12 +6,12 @@ class, which for an untyped storage are bytes (torch.save, ``torch/_utils.py``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.nodes import Global, refuse_state
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "TENSOR_RECORDS",

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ckpt_tool.dtypes import DTYPES, DType, from_safetensors, opaque
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._content import content_of
+from ckpt_tool.records import dataclass, field
 
 __all__ = [
     "MAX_HEADER_NBYTES",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
@@ -32,6 +31,7 @@ from ckpt_tool.formats._zip.directory import (
 from ckpt_tool.formats._zip.scan import scan_directory
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileEntry, FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = [

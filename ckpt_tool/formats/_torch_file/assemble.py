@@ -8,7 +8,6 @@ assumption that is written down, unless its shapes already differ. Reads nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_tool.errors import CkptError, FormatError
@@ -17,6 +16,7 @@ from ckpt_tool.formats._torch_file.entries import Entry
 from ckpt_tool.formats._torch_file.placed import Piece, Placed, place
 from ckpt_tool.formats._torch_file.rows import Rows, StoragePlace
 from ckpt_tool.manifest.model import Blob, KeyPath, MeshInfo
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Assembly", "Part", "PlacedBy", "apart", "assemble", "by_itself"]
 

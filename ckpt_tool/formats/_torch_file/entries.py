@@ -8,7 +8,6 @@ tuple of betas, a random state and a ``Namespace`` of arguments are one value ea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckpt_tool.formats._pickle.tensors import (
 )
 from ckpt_tool.formats._pickle.walk import MAX_VALUES, plain, walk
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Entries", "Entry", "entries_of"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from ckpt_tool.geometry.runs import merge_runs
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = ["StorageRecord", "checksums", "plain_zips", "resolve", "storage_records"]

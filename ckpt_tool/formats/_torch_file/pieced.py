@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
 from ckpt_tool.formats.base import Segment
+from ckpt_tool.records import dataclass
 
 __all__ = ["PiecedFile", "PiecedStorage", "StoragePiece"]
 

@@ -8,7 +8,6 @@ name, for torch moved them between releases: 2.1 has ``torch.distributed._tensor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ from ckpt_tool.formats._torch_file.ragged import RAGGED, ragged_boxes
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import PlacementSpec, cut_order, interval_boxes, placement_intervals
 from ckpt_tool.manifest.model import MeshInfo
+from ckpt_tool.records import dataclass
 
 __all__ = ["Piece", "Placed", "held_boxes", "place", "whole"]
 

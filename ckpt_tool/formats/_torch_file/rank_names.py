@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["RankFile", "RankFileSet", "find_sets", "rank_file"]
 

@@ -5,14 +5,13 @@ They know where a storage lies and how a tensor lies in its storage; which piece
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._torch_file.placed import Piece
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import FileEntry, KeyPath, TensorMeta
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, TensorTable, pad_shapes
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Rows", "StoragePlace"]
 

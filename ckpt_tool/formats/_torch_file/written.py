@@ -6,7 +6,7 @@ Only what ``torch.load(weights_only=True)`` reads comes from here; objects that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ckpt_tool.formats.base import Segment
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["Storage", "WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 

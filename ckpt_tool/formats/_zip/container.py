@@ -11,13 +11,13 @@ import struct
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read, ZipDirectory, ZipMember, find_end, read_member
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 
 __all__ = ["MAX_SMALL_NBYTES", "Fault", "container_faults", "container_findings", "finding_of_fault"]
 

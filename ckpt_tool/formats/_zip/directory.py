@@ -10,10 +10,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import FormatError, IntegrityError, Unsupported
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "LOCAL_HEADER_NBYTES",

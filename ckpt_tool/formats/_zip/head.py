@@ -8,11 +8,11 @@ not look exactly so is left to the directory. Source: torch ``serialization.py::
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.scan import pickle_end
+from ckpt_tool.records import dataclass
 
 __all__ = ["ItemHead", "parse_item_head"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import UsageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["Member", "ZipLayout", "item_layout", "torch_members"]
 

@@ -8,7 +8,6 @@ padding belongs to none. What lies where is told by ``user_defined_dict`` of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable, pad_shapes
+from ckpt_tool.records import dataclass
 
 __all__ = ["FlatParameter", "Segment", "flat_parameters", "unflattened"]
 

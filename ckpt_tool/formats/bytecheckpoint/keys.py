@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = ["Key", "key_of", "rank_of", "with_names"]
 

@@ -7,11 +7,11 @@ has ``global_step_<N>`` and a tracker with the newest number (bytecheckpoint 0.0
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME, foreign_root
 from ckpt_tool.formats.base import Source
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
 __all__ = ["MODULE", "SECTIONS", "TRACKER", "Location", "foreign_step", "locate", "within"]

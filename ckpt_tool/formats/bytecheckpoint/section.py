@@ -7,7 +7,7 @@ what frameworks put in front of them (DDP: ``module.``), and parameters that DDP
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.errors import FormatError
@@ -19,6 +19,7 @@ from ckpt_tool.formats.bytecheckpoint.location import MODULE
 from ckpt_tool.formats.bytecheckpoint.shells import place_chunks
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.tables import SECTIONS, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["SectionFile", "read_section", "section_manifest"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS as MANIFEST_SECTIONS
 from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "ByteCheckpointWriter"]
 

@@ -11,7 +11,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound
@@ -30,6 +29,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, MeshInfo
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["READER", "ConsolidatedReader"]
 

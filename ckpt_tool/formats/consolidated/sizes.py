@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["Cut", "Sizes", "cuts_of", "dims_of", "sizes_of"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.dtypes import DType, from_safetensors
 from ckpt_tool.errors import FormatError
+from ckpt_tool.records import dataclass
 
 __all__ = ["BlobTensor", "header_nbytes", "parse_blob"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from ckpt_tool.formats.dcp.sidecar import Sidecar
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.decode import decoded_blocks
 
 __all__ = ["Located", "located_items", "resolve", "resolve_by_sidecar"]

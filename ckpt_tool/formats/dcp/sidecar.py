@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
+from ckpt_tool.records import dataclass
 
 __all__ = ["MIN_CHUNKS", "SIDECAR_NAME", "Facts", "Sidecar", "read_sidecar", "sidecar_bytes"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -36,6 +35,7 @@ from ckpt_tool.formats.dcp.sidecar import MIN_CHUNKS, SIDECAR_NAME, sidecar_byte
 from ckpt_tool.formats.dcp.written_sidecar import sidecar_of
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["WRITER", "DcpWriter"]
 

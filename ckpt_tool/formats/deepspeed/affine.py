@@ -8,11 +8,11 @@ a box; one that is not is cut along its outer dimensions until its parts are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.records import dataclass
 
 __all__ = ["Pair", "View", "box_pairs", "clipped"]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.dtypes import DTYPES, DType
@@ -31,6 +30,7 @@ from ckpt_tool.formats.deepspeed.vectors import MASTER, FlatSet, flat_sets, frag
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Built", "build", "optimizer_values", "state_name", "value_entries", "weight_name"]
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below, what_file
+from ckpt_tool.records import dataclass
 
 __all__ = ["Located", "locate", "refuse_single_file", "single_file_text"]
 

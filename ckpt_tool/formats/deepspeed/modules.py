@@ -7,7 +7,6 @@ At stage 3 the module's parameters are placeholders of no elements. Where their 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_tool.dtypes import DType
@@ -17,6 +16,7 @@ from ckpt_tool.formats._torch_file.archive import TorchFile
 from ckpt_tool.formats._torch_file.entries import Entry, entries_of
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, ModelState
 from ckpt_tool.formats.deepspeed.vectors import group_names
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["HeldFile", "Weights", "weights_of"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
 __all__ = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,6 +17,7 @@ from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, TagFiles
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "INFO_FILE",

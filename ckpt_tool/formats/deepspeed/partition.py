@@ -14,12 +14,12 @@ Padding is in no slice. Knows no file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "Slices",

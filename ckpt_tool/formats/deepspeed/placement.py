@@ -8,11 +8,11 @@ compared. Where nothing tells how shards join, each keeps a name of its own, ``n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.deepspeed.affine import Pair
 from ckpt_tool.formats.deepspeed.sharding import Join, Rules, identity
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Placement", "Target"]
 

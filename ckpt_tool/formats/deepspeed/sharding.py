@@ -8,13 +8,13 @@ parts, rows, and everything else is joined along dimension 0. Without the record
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.deepspeed.affine import Pair, View, box_pairs, clipped
 from ckpt_tool.formats.deepspeed.patterns import Patterns
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Join", "Rules", "identity"]
 

@@ -7,7 +7,6 @@ one box of the whole tensor for every pair of the join. Boxes of the shard are i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, TensorTable, pad_shapes
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Named", "StateChunks", "scalar_names", "scalar_of"]
 

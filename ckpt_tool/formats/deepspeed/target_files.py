@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from ckpt_tool.formats.deepspeed.target_state import STEP
 from ckpt_tool.formats.deepspeed.target_vectors import TargetVector
 from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["TargetFiles"]
 

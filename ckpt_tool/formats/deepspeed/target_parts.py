@@ -6,7 +6,6 @@ Boxes come out of a request again as they went in, in any order: a box and its r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["TargetParts"]
 

@@ -6,7 +6,6 @@ Names are those of the module, without what stands for the module in the source'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.errors import Unsupported
@@ -16,6 +15,7 @@ from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, ParameterKey, optimizer_views
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["STEP", "Parameter", "TargetGroup", "TargetState"]
 

@@ -8,7 +8,6 @@ The layout follows from the configuration of the run that loads it, taken to be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import gcd
@@ -23,6 +22,7 @@ from ckpt_tool.formats.deepspeed.vectors import MASTER, FlatSet
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.manifest.tables import TensorTable, pad_shapes
+from ckpt_tool.records import dataclass
 
 __all__ = ["Pieces", "TargetVector", "ZeroConfig", "target_vectors"]
 

@@ -9,7 +9,7 @@ state (frozen, a second name, or a buffer, whatever its dtype was); the model st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -34,6 +34,7 @@ from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["READER", "UniversalReader"]
 

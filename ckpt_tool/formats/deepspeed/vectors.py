@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -25,6 +24,7 @@ from ckpt_tool.formats.deepspeed.partition import (
     per_parameter_slices,
 )
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.records import dataclass
 
 __all__ = ["MASTER", "FlatSet", "Member", "flat_sets", "fragment_sets", "group_names"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.flax.walk import ArrayPlace, BytesPlace, walk
 from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = ["READER", "FlaxReader"]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.records import dataclass
 
 __all__ = ["ArrayPlace", "BytesPlace", "walk"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.gguf.types import GgmlType, ggml_type
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["MAGIC", "Entry", "Header", "parse_header"]
 

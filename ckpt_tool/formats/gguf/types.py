@@ -7,10 +7,10 @@ block sizes), in the table of ``gguf`` 0.19 ``constants.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 from ckpt_tool.dtypes import DTYPES, DType
+from ckpt_tool.records import dataclass
 
 __all__ = ["GgmlType", "ggml_type"]
 

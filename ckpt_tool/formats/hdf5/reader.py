@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckpt_tool.formats.hdf5.file import MAGIC, opened, span_of
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["READER", "Hdf5Reader"]
 

@@ -9,11 +9,11 @@ reckoned, and refused where the sizes leave a doubt. Source: mcore 0.8 to 0.19,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.records import dataclass
 
 __all__ = ["BucketEnds", "coalesced_starts", "starts_in_buckets", "stored_starts"]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import FormatError
@@ -18,6 +17,7 @@ from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.items import open_item
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.records import dataclass
 
 __all__ = ["COMMON_FILE", "COMMON_OBJECT", "Common", "common_of", "rank_state_note", "read_common"]
 

@@ -6,7 +6,6 @@ a multiple of that consists of parts that are cut one by one (gate and up of a g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Local", "Weights"]
 

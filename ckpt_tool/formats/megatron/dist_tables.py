@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.megatron.bucketed import add_bucketed
@@ -17,6 +17,7 @@ from ckpt_tool.formats.megatron.shards import Shards
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Named", "named_tables"]
 

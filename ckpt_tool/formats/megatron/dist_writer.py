@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -51,6 +50,7 @@ from ckpt_tool.formats.megatron.target_objects import (
 from ckpt_tool.formats.megatron.target_optimizer import BUCKET_FACTS, SHARDED_PART
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "MegatronDistWriter"]
 

@@ -6,11 +6,12 @@ Knows the names of Megatron-LM's arguments, nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.manifest.model import MeshInfo
+from ckpt_tool.records import dataclass
 
 __all__ = ["Facts", "facts_of"]
 

@@ -6,9 +6,9 @@ Knows the shapes of keys, not the tensors behind them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "MASTER_SLOTS",

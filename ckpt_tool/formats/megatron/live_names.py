@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.records import dataclass
 
 __all__ = ["LiveName", "live_name", "stage_offsets", "uses_local_names"]
 

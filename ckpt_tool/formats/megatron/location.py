@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats.base import Source
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
 __all__ = ["TRACKER", "Location", "iterations", "locate", "places_below", "within"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
 
@@ -17,6 +17,7 @@ from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.records import dataclass
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,7 +7,6 @@ the boxes before it, because the boxes of one item stand in the item's order and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Ranges", "Rewriting"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound
 from ckpt_tool.formats.megatron.facts import Facts
+from ckpt_tool.records import dataclass
 
 __all__ = [
     "MODEL_FILE",

@@ -7,7 +7,7 @@ for each slot of its optimizer state, which has the same shape.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.errors import FormatError, LayoutError, Unsupported
@@ -17,6 +17,7 @@ from ckpt_tool.formats.megatron.live_names import LiveName, live_name, stage_off
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, placed_views, view
 from ckpt_tool.formats.megatron.rank_files import Grid
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Member", "RankModel", "model_chunks"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound
@@ -24,6 +23,7 @@ from ckpt_tool.formats.megatron.rank_whole_state import has_whole_state, whole_s
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["RankOptimizer", "add_member", "read_optimizer"]
 

@@ -7,7 +7,6 @@ after another as gradient buffers have them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import LayoutError, Unsupported
@@ -19,6 +18,7 @@ from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.formats.megatron.target_stages import target_layers
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["SLOTS", "Flat", "Held", "RankTarget", "rank_targets"]
 

@@ -7,7 +7,6 @@ the distributed optimizer has it, gathered over data-parallel ranks, whatever fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +31,7 @@ from ckpt_tool.formats.megatron.target_objects import is_rng
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable, pad_shapes
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "MegatronLegacyWriter"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.records import dataclass
 
 if sys.version_info >= (3, 11):
     import tomllib

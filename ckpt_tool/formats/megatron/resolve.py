@@ -7,7 +7,6 @@ end. That holds for whole manifests and for selections of tensors: an item belon
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.records import dataclass
 
 __all__ = ["Located", "located_items", "resolve"]
 

@@ -7,7 +7,6 @@ etp``. The order of registration is not recorded: the known ones are tried, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -17,6 +16,7 @@ from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.formats.megatron.registration import layer_key, order_names, registered
 from ckpt_tool.formats.megatron.stages import chunk_layers, stage_layers
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.records import dataclass
 
 __all__ = ["Segment", "Shards", "segments"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import Unsupported
@@ -16,6 +15,7 @@ from ckpt_tool.formats.megatron.target_dialect import Dialect, dialect_of
 from ckpt_tool.formats.megatron.target_grid import TargetGrid, target_args
 from ckpt_tool.formats.megatron.target_optimizer import combined, parts_of
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = ["TargetCommon", "is_common", "is_distributed", "target_common"]
 

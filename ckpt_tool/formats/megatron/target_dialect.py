@@ -6,9 +6,9 @@ Sources: megatron-core 0.8, 0.12.3, 0.16.1 and 0.19.2, ``dist_checkpointing`` an
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ckpt_tool.errors import UsageError
+from ckpt_tool.records import dataclass
 
 __all__ = ["Dialect", "dialect_of"]
 

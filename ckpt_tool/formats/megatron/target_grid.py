@@ -6,12 +6,13 @@ Knows names of mesh axes and of arguments, nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.formats.base import WriteRequest, WriterOptions
+from ckpt_tool.records import dataclass
 
 __all__ = ["TargetGrid", "target_args"]
 

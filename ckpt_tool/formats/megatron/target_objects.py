@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.checksum import crc32
@@ -27,6 +27,7 @@ from ckpt_tool.formats.megatron.fresh_rng import fresh_random_states
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["RNG", "TargetObject", "emitted_states", "extra_objects", "is_rng", "random_states", "rank_of", "shard_grid"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ckpt_tool.formats.base import Source
+from ckpt_tool.records import dataclass
 
 __all__ = ["METADATA", "ModelFile", "OptimizerFile", "model_file", "optimizer_file", "step_folder"]
 

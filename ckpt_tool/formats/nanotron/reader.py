@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -37,6 +36,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["READER", "NanotronReader"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.geometry.box import Box, intersect
+from ckpt_tool.records import dataclass
 
 __all__ = ["Part", "parse_part", "whole_part"]
 

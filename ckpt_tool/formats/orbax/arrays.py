@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ckpt_tool.dtypes import DTYPES, DType, opaque
 from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.records import dataclass
 
 __all__ = ["DESCRIPTIONS", "Array", "parse_array"]
 

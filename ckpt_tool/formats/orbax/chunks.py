@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
@@ -24,6 +23,7 @@ from ckpt_tool.formats.orbax.ocdbt import Inline, Value
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Filled", "Stored", "add_chunks", "arrays_of", "shard_indexes"]
 

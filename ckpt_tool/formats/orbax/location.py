@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ckpt_tool.formats.orbax.ocdbt import MANIFEST
+from ckpt_tool.records import dataclass
 
 __all__ = ["Items", "find_items"]
 

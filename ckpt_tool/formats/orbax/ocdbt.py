@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tool.checksum import crc32c
 from ckpt_tool.errors import FormatError, IntegrityError, NotFound, Unsupported
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["MANIFEST", "Inline", "Value", "read_database"]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import KeyPath, MeshInfo
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["Leaf", "Tree", "read_json", "read_mesh", "read_tree"]
 

@@ -18,7 +18,6 @@ A plain dict, so that ``torch.load(weights_only=True)`` reads it::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -29,6 +28,7 @@ from ckpt_tool.formats._torch_file.entries import Entry
 from ckpt_tool.formats._torch_file.placed import Piece, Placed, whole
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath, MeshInfo
+from ckpt_tool.records import dataclass
 
 __all__ = ["LAYOUT_KEY", "LayoutEntry", "describe_layout", "parse_layout"]
 

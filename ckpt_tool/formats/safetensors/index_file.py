@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
@@ -25,6 +25,7 @@ from ckpt_tool.formats.safetensors.companions import read_companions, tied_findi
 from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "SafetensorsIndexReader"]

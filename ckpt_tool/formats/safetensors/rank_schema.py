@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tool.dtypes import DType
@@ -41,6 +40,7 @@ from ckpt_tool.formats._safetensors.header import Entry, Header
 from ckpt_tool.manifest.model import Blob, FileRange, KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.records import dataclass, field
 
 __all__ = [
     "LAYOUT_FILE",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
-from ckpt_tool.formats._pickle.dump import dump_pickle
-from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._safetensors.header import build_header, entry_fields
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.safetensors.names import rank_file
@@ -130,7 +129,7 @@ def _describe(
     for tensor, offsets, sizes in _boxes(request, rows, adds_empty=adds_empty):
         meta = request.tensors.record(tensor)
         stored = _free_name(meta.fqn, fields, request)
-        numel = int(np.prod(sizes, dtype=np.int64))
+        numel = prod(sizes)
         if numel * meta.dtype.bits % 8:
             raise Unsupported(
                 f"a box {offsets}+{sizes} of {meta.dtype.name} does not end on a whole byte",
@@ -147,11 +146,10 @@ def _boxes(
     request: WriteRequest, rows: IntArray, *, adds_empty: bool
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """``(tensor, offsets, sizes)`` of ``rows``, then of the empty tensors that no row has."""
-    for row in rows:
-        tensor = int(request.boxes.tensor[row])
-        ndim = int(request.tensors.ndim[tensor])
-        offsets, sizes = request.boxes.offsets[row, :ndim].tolist(), request.boxes.sizes[row, :ndim].tolist()
-        yield tensor, tuple(offsets), tuple(sizes)
+    tensors = request.boxes.tensor[rows]
+    columns = (tensors, request.tensors.ndim[tensors], request.boxes.offsets[rows], request.boxes.sizes[rows])
+    for tensor, ndim, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
+        yield tensor, tuple(offsets[:ndim]), tuple(sizes[:ndim])
     if adds_empty:
         has_box = np.zeros(len(request.tensors), dtype=np.bool_)
         has_box[request.boxes.tensor] = True
@@ -216,6 +214,9 @@ def _plain_line(blob: Blob) -> bytes | None:
 
 def _pickled(blob: Blob) -> bytes:
     """The object as a pickle, which has no place for what its tensors hold."""
+    from ckpt_tool.formats._pickle.dump import dump_pickle  # 7 ms, and most objects are plain values
+    from ckpt_tool.formats._pickle.walk import storages
+
     held = storages(blob.value)
     if held:
         raise Unsupported(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ckpt_tool.errors import Unsupported, UsageError
@@ -14,6 +12,7 @@ from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["WRITER", "SafetensorsWriter", "split"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from ckpt_tool.formats.torch_checkpointing.items import VALUES
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, SERIALIZATIONS, Saved
+from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["FileSet", "StoredFile", "find_files", "ranks_by_item"]

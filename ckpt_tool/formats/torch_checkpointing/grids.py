@@ -6,7 +6,6 @@ Boxes are in global coordinates, each on a rank of its own. What is cut otherwis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
@@ -15,6 +14,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import chunk_bounds
 from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.records import dataclass
 
 __all__ = ["Grid", "grid_of", "group_record"]
 

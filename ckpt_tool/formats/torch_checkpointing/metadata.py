@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["METADATA_NAME", "Group", "Item", "Layout", "Saved", "is_metadata_head", "load_metadata"]

@@ -8,7 +8,6 @@ rank's is kept, as ``name@rank<r>``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
@@ -26,6 +25,7 @@ from ckpt_tool.formats.torch_checkpointing.metadata import Group, Saved
 from ckpt_tool.formats.torch_checkpointing.sharding import TensorPlacements
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import FileEntry, KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = ["Opened", "open_files", "placed_by"]
 

@@ -6,7 +6,6 @@ Boxes are in global coordinates. Ranks are those of the whole job; a mesh lists 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -19,6 +18,7 @@ from ckpt_tool.formats.torch_checkpointing.metadata import Group
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import PlacementSpec
 from ckpt_tool.manifest.model import MeshInfo
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["TensorPlacements"]
 

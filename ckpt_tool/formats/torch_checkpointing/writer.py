@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "TorchCheckpointingWriter"]
 

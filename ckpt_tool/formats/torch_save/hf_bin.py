@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
@@ -22,6 +21,7 @@ from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "HfBinReader"]

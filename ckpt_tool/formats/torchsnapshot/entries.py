@@ -10,12 +10,12 @@ import base64
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["Entry", "Metadata", "Shard", "parse_metadata"]

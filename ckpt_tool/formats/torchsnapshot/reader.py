@@ -9,7 +9,7 @@ shapes differ or some ranks lack it, each rank's is called ``name@rankN``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["READER", "TorchSnapshotReader"]
 

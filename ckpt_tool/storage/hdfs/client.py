@@ -13,12 +13,12 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.http_client import HttpClient
 from ckpt_tool.storage.retry import retried
 from ckpt_tool.storage.traffic import current_traffic

@@ -12,13 +12,14 @@ import http.client
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Literal
 from urllib.parse import unquote
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.http_client import HttpClient, HttpStatusError, Response, ShortAnswerError
 from ckpt_tool.storage.retry import retried
 from ckpt_tool.storage.s3.credentials import read_settings

@@ -13,12 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import urlencode, urlsplit
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.http_client import HttpClient, Response
 from ckpt_tool.storage.retry import retried
 from ckpt_tool.storage.s3.signing import Credentials

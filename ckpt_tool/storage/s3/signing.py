@@ -10,9 +10,10 @@ import hashlib
 import hmac
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote
+
+from ckpt_tool.records import dataclass
 
 __all__ = ["EMPTY_SHA256", "Credentials", "encoded_path", "encoded_query", "signed_headers"]
 
