@@ -66,6 +66,10 @@ def _freeze(array: npt.NDArray[Any]) -> None:
     array.flags.writeable = False
 
 
+_MAX_TENSOR_BITS = 2.0**62
+"""Half an exabyte: below it no number of bits or bytes leaves int64."""
+
+
 @dataclass(frozen=True, eq=False)
 class TensorTable:
     """One row per tensor."""
@@ -90,6 +94,13 @@ class TensorTable:
             seen: set[str] = set()
             twice = next(f for f in self.fqns if f in seen or seen.add(f))  # type: ignore[func-returns-value]
             raise FormatError(f"tensor {twice!r} is listed twice")
+        too_large = np.prod(self.shape, axis=1, dtype=np.float64) * self.bits >= _MAX_TENSOR_BITS
+        if too_large.any():
+            row = int(np.flatnonzero(too_large)[0])
+            raise FormatError(
+                f"tensor {self.fqns[row]!r} of shape {list(self.shape_of(row))}, {self.dtypes[row].name}, is claimed, "
+                "which is larger than any file"
+            )
         for column in (self.shape, self.ndim, self.section):
             _freeze(column)
 

@@ -132,3 +132,10 @@ def test_files_are_found_by_path() -> None:
     """Rows, sizes and the unknown size."""
     table = FileTable((FileEntry("a", 3), FileEntry("b", -1)))
     assert (table.index, table.nbytes.tolist(), [e.path for e in table]) == ({"a": 0, "b": 1}, [3, -1], ["a", "b"])
+
+
+def test_refuses_a_tensor_that_no_file_can_hold() -> None:
+    """A size that numbers of bytes cannot count is an error where it is claimed, before anything is added up."""
+    claimed = [TensorMeta("w", DTYPES["complex128"], (255, 2**31 - 1, 131_587), "model", ("w",))]
+    with pytest.raises(FormatError, match=r"'w' of shape .* is claimed, which is larger than any file"):
+        TensorTable.from_records(claimed)

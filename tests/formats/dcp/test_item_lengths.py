@@ -22,7 +22,7 @@ SIZE = st.one_of(
 )
 
 
-BOX = st.tuples(st.sampled_from(NAMES), st.lists(SIZE, max_size=3).filter(lambda sizes: prod(sizes) < 1 << 58))
+BOX = st.tuples(st.sampled_from(NAMES), st.lists(SIZE, max_size=3).filter(lambda sizes: prod(sizes) < 1 << 54))
 
 
 @given(st.lists(BOX, min_size=1, max_size=12))
