@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from typing_extensions import Buffer
 
@@ -36,14 +37,15 @@ def crc32(data: Buffer, value: int = 0) -> int:
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     """The CRC-32 of two byte strings joined, from the CRC of each and the length of the second.
 
-    Law: ``crc32_combine(crc32(a), crc32(b), len(b)) == crc32(a + b)``. About 3 microseconds once a length was seen.
+    Law: ``crc32_combine(crc32(a), crc32(b), len(b)) == crc32(a + b)``. Without ``isal`` about 3 microseconds
+    once a length was seen.
 
     >>> crc32_combine(crc32(b"hello "), crc32(b"world"), 5) == crc32(b"hello world")
     True
     """
     if second_nbytes < 0:
         raise ValueError(f"second_nbytes is a length, expected 0 or more, got {second_nbytes:,}")
-    return _multiply(_power_of_x8(second_nbytes), first) ^ second
+    return _combiner()(first, second, second_nbytes)
 
 
 def crc32c(data: bytes) -> int:
@@ -103,14 +105,27 @@ def _lane_power(nbytes: int) -> int:
     return power
 
 
-@lru_cache(maxsize=1)
+@cache
 def _implementation() -> Callable[[Buffer, int], int]:
-    try:
-        module = import_module("isal.isal_zlib")
-    except ImportError:
-        return zlib.crc32
-    function: Callable[[Buffer, int], int] = module.crc32
+    function: Callable[[Buffer, int], int] = getattr(_isal(), "crc32", zlib.crc32)
     return function
+
+
+@cache
+def _combiner() -> Callable[[int, int, int], int]:
+    function: Callable[[int, int, int], int] = getattr(_isal(), "crc32_combine", _combined)
+    return function
+
+
+def _isal() -> ModuleType | None:
+    try:
+        return import_module("isal.isal_zlib")
+    except ImportError:
+        return None
+
+
+def _combined(first: int, second: int, second_nbytes: int) -> int:
+    return _multiply(_power_of_x8(second_nbytes), first) ^ second
 
 
 def _multiply(left: int, right: int, modulus: int = _POLYNOMIAL) -> int:

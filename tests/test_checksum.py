@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckpt_tool import checksum
 from ckpt_tool.checksum import crc32, crc32_combine, crc32c
 
 
@@ -43,6 +45,24 @@ def test_lengths_beyond_memory_combine() -> None:
     for _ in range(80):
         step = crc32_combine(step, 0, 64 << 20)
     assert (crc32_combine(crc32(block), crc32(bytes(63 << 20)), 63 << 20), whole) == (expected, step)
+
+
+def test_without_isal_checksums_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines without a wheel of it take zlib, and combine in Python."""
+    parts = [bytes(range(1 + number)) * 7 for number in (0, 3, 200)]
+    found = []
+    for is_hidden in (False, True):
+        if is_hidden:
+            monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+        for function in (checksum._implementation, checksum._combiner):
+            function.cache_clear()
+        value = 0
+        for part in parts:
+            value = crc32_combine(value, crc32(part), len(part))
+        found.append(value)
+    assert found == [zlib.crc32(b"".join(parts))] * 2
+    for function in (checksum._implementation, checksum._combiner):
+        function.cache_clear()
 
 
 def test_a_negative_length_is_refused() -> None:

@@ -28,7 +28,7 @@ _BLOCKS_PER_RUN = 4
 """Blocks that one worker reads in a row, so that files are read forwards."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Clip:
     """The part of one span that lies in one block."""
 
@@ -71,8 +71,8 @@ def cut_blocks(
 ) -> Blocks:
     """Blocks of at most ``block_bytes`` over spans ``[start, stop)``, reading over gaps of up to ``max_gap_bytes``.
 
-    Empty spans meet no block. Inside a span, cuts lie a multiple of 16 bytes behind its start (behind that of the last
-    span to begin, where several are cut).
+    Empty spans meet no block. A block that is cut ends where a span begins, if that leaves a quarter of it. Else cuts
+    lie a multiple of 16 bytes behind the start of their span (of the last one to begin, where several are cut).
     """
     rows = np.flatnonzero(stop > start)
     rows = rows[np.lexsort((stop[rows], start[rows], file[rows]))]
@@ -114,7 +114,9 @@ def _cut_file(file: int, start: Int64Array, stop: Int64Array, block_bytes: int, 
             cut = at + block_bytes
             row = int(np.searchsorted(start, cut, side="right")) - 1
             begin = int(start[row])
-            if begin < cut < int(stop[row]):
+            if begin >= at + block_bytes // 4 + _ALIGNMENT:  # elements of one span alone lie as they like it
+                cut = begin
+            elif begin < cut < int(stop[row]):
                 cut = max(begin + (cut - begin) // _ALIGNMENT * _ALIGNMENT, at + _ALIGNMENT)
             bounds.append((file, at, cut))
             at = cut
@@ -138,10 +140,19 @@ def stream_blocks(
     ``progress`` gets the bytes done and those of all blocks, from one thread at a time. Memory: one block for each
     worker.
     """
-    total_nbytes = int((blocks.stop - blocks.start).sum())
+    starts, stops = blocks.start.tolist(), blocks.stop.tolist()
+    total_nbytes = sum(stops) - sum(starts)
     done_nbytes = 0
     lock = threading.Lock()
     clip_bounds = np.searchsorted(blocks.clip_block, np.arange(len(blocks) + 1)).tolist()
+    clip_spans = blocks.clip_span.tolist()
+    low = blocks.start[blocks.clip_block]
+    begins = np.maximum(span_start[blocks.clip_span], low)
+    ends = np.minimum(span_stop[blocks.clip_span], blocks.stop[blocks.clip_block])
+    shifts = _shifts(blocks, low - span_start[blocks.clip_span], ends - begins).tolist()
+    clip_starts = (begins - span_start[blocks.clip_span]).tolist()
+    clip_begins, clip_ends = (begins - low).tolist(), (ends - low).tolist()
+    files = blocks.file.tolist()
     local = threading.local()
 
     def work(run: range) -> None:
@@ -150,32 +161,39 @@ def stream_blocks(
             look_at(block)
             if progress is not None:
                 with lock:
-                    done_nbytes += int(blocks.stop[block] - blocks.start[block])
+                    done_nbytes += stops[block] - starts[block]
                     progress(done_nbytes, total_nbytes)
 
     def look_at(block: int) -> None:
-        low, high = int(blocks.start[block]), int(blocks.stop[block])
-        spans = blocks.clip_span[clip_bounds[block] : clip_bounds[block + 1]].tolist()
-        if not spans:
+        clips = range(clip_bounds[block], clip_bounds[block + 1])
+        if not clips:
             return
-        # Elements of the longest part come to lie on addresses that are multiples of their size.
-        longest = max(spans, key=lambda s: min(int(span_stop[s]), high) - max(int(span_start[s]), low))
-        shift = (low - int(span_start[longest])) % _ALIGNMENT
-        buffer = _buffer(local, high - low + _ALIGNMENT)
-        view = buffer[shift : shift + high - low]
+        nbytes, shift = stops[block] - starts[block], shifts[block]
+        view = _buffer(local, nbytes + _ALIGNMENT)[shift : shift + nbytes]
+        path = paths[files[block]]
         try:
-            store.read_into(paths[blocks.file[block]], low, view.data)
+            store.read_into(path, starts[block], view.data)
         except CkptError as error:
-            visitor.failed(FileRange(paths[blocks.file[block]], low, high - low), spans, error)
+            spans = [clip_spans[clip] for clip in clips]
+            visitor.failed(FileRange(path, starts[block], nbytes), spans, error)
             return
-        clips = []
-        for span in spans:
-            begin, end = max(int(span_start[span]), low), min(int(span_stop[span]), high)
-            clips.append(Clip(span, begin - int(span_start[span]), view[begin - low : end - low]))
-        visitor.visit(clips)
+        visitor.visit([Clip(clip_spans[c], clip_starts[c], view[clip_begins[c] : clip_ends[c]]) for c in clips])
 
     runs = [range(i, min(i + _BLOCKS_PER_RUN, len(blocks))) for i in range(0, len(blocks), _BLOCKS_PER_RUN)]
     fetch_all(work, runs, concurrency=n_workers)
+
+
+def _shifts(blocks: Blocks, before: Int64Array, nbytes: Int64Array) -> Int64Array:
+    """Where in its buffer each block begins, so that elements of its longest part lie on multiples of their size.
+
+    ``before`` are the bytes from the start of each clip's span to that of its block, ``nbytes`` those of the clip.
+    """
+    order = np.lexsort((nbytes, blocks.clip_block))
+    block = blocks.clip_block[order]
+    longest = order[np.flatnonzero(np.append(block[1:] != block[:-1], True))[: len(block)]]
+    shifts = np.zeros(len(blocks), dtype=np.int64)
+    shifts[blocks.clip_block[longest]] = before[longest] % _ALIGNMENT
+    return shifts
 
 
 def _buffer(local: threading.local, nbytes: int) -> npt.NDArray[np.uint8]:

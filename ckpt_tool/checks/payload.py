@@ -18,6 +18,7 @@ from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.checks.steps import mixed_steps
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats.base import Checksum, Reader, Source
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import FileTable
@@ -125,7 +126,7 @@ def check_content(
 def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Finding]:
     """Files of which no byte has a recorded checksum."""
     covered = {checksum.where.path for checksum in checksums}
-    used = np.unique(manifest.chunks.file).tolist()
+    used = distinct(manifest.chunks.file).tolist()
     bare = [manifest.files.paths[row] for row in used if manifest.files.paths[row] not in covered]
     if bare:
         said = (

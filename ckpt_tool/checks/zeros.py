@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.checks.bits import GRANULE
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.flat import flat_boxes
 from ckpt_tool.records import dataclass
 
-__all__ = ["Run", "ZeroBox", "granule_maxima", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
+__all__ = ["Run", "ZeroBox", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
 
-_GRANULE = 1024
-_LONG_RUN = 4 * _GRANULE
+_LONG_RUN = 4 * GRANULE
 """Of a run this long, cut in two by a block's end, one part fills a granule."""
 _MIN_RUN = 128
 MIN_SHARE = 0.01
@@ -44,26 +44,20 @@ def shortest_run(numel: int, chunk_numel: int) -> int:
     return max(_MIN_RUN, min(int(numel * MIN_SHARE), chunk_numel // 4))
 
 
-def granule_maxima(bits: npt.NDArray[Any], min_run: int) -> npt.NDArray[Any]:
-    """Largest of each 1,024 ``bits``, the last of fewer; ``bits`` themselves where runs may be too short for that."""
-    if min_run < _LONG_RUN:
-        return bits
-    n_whole = len(bits) // _GRANULE * _GRANULE
-    maxima = bits[:n_whole].reshape(-1, _GRANULE).max(axis=1)
-    return maxima if n_whole == len(bits) else np.append(maxima, bits[n_whole:].max())
-
-
-def zero_runs(bits: npt.NDArray[Any], min_run: int, maxima: npt.NDArray[Any]) -> list[Run]:
+def zero_runs(bits: npt.NDArray[Any], min_run: int, reduced: npt.NDArray[Any]) -> list[Run]:
     """``(start, stop)`` of runs of zero bits of at least ``min_run``; those that touch an end may be shorter.
 
-    ``maxima`` are the `granule_maxima` of ``bits``: long runs are looked for where these are zero.
+    ``reduced`` are the `granules` of ``bits``: long runs are looked for where these are zero.
 
+    >>> from ckpt_tool.checks.bits import granules
     >>> bits = np.array([0, 1, 0, 0, 0, 1], dtype="u4")
-    >>> zero_runs(bits, 3, granule_maxima(bits, 3))
+    >>> zero_runs(bits, 3, granules(bits, None))
     [(0, 1), (2, 5)]
     """
     if min_run >= _LONG_RUN:
-        bounds = _suspects(bits, maxima)
+        if len(bits) and bits[0] and bits[-1] and reduced.all():
+            return []
+        bounds = _suspects(bits, reduced)
         runs = [(low + a, low + b) for low, high in bounds for a, b in _exact_runs(bits[low:high])]
     else:
         runs = _exact_runs(bits)
@@ -79,11 +73,11 @@ def _exact_runs(bits: npt.NDArray[Any]) -> list[Run]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _suspects(bits: npt.NDArray[Any], maxima: npt.NDArray[Any]) -> list[Run]:
+def _suspects(bits: npt.NDArray[Any], reduced: npt.NDArray[Any]) -> list[Run]:
     """Parts that hold every run of two granules, and the runs at both ends."""
     if not len(bits):
         return []
-    is_suspect = maxima == 0
+    is_suspect = reduced == 0
     is_suspect[0] |= bits[0] == 0
     is_suspect[-2:] |= bits[-1] == 0
     if not is_suspect.any():
@@ -93,7 +87,7 @@ def _suspects(bits: npt.NDArray[Any], maxima: npt.NDArray[Any]) -> list[Run]:
     grown[:-1] |= is_suspect[1:]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], grown.astype(np.int8), [0]])))
     return [
-        (low * _GRANULE, min(high * _GRANULE, len(bits)))
+        (low * GRANULE, min(high * GRANULE, len(bits)))
         for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
     ]
 

@@ -100,8 +100,6 @@ def verify(
     With --plan-fetch: {"schema": 1, fetch [{file, offset, length}]}, length null for the rest, both for the whole file.
     With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown.
     """
-    from ckpt_tool.api.digest import digests
-    from ckpt_tool.api.manifest_file import write_manifest as save
     from ckpt_tool.api.trust.verify import verify as check
     from ckpt_tool.cli.render_findings import report_lines
 
@@ -129,6 +127,9 @@ def verify(
     if write_manifest and not report.is_ok:
         sink.talk([line(Span("not written: ", "yellow"), f"{write_manifest}, because there are errors")])
     elif write_manifest:
+        from ckpt_tool.api.digest import digests
+        from ckpt_tool.api.manifest_file import write_manifest as save
+
         with progress_bar(sink, "recording") as moved:
             table = digests(
                 source, wide=wide, files="sha256" if sha256 else "crc32", memory_budget_bytes=parse_bytes(memory),

@@ -33,7 +33,8 @@ MAX_DEPTH = 8
 MAX_FILES = 2_000_000
 # A server of a network file system that starts anew, or a file replaced there, fails reads of handles from before.
 _PASSING = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN})
-_PAUSES_S = (0.1, 1.0)
+_TRIES = (0.1, 1.0, None)
+"""Seconds to wait when a try has failed; None behind the last one."""
 _CHECK_FIRST_BYTES = 1 << 20
 """Longer reads are compared with the file's size before memory is allocated for them."""
 
@@ -72,7 +73,7 @@ class LocalStore:
         """``length`` bytes of ``path`` from ``offset``: one request."""
         where = join_url(self.url, path)
         _check_range(offset, length, where)
-        for pause_s in (*_PAUSES_S, None):
+        for pause_s in _TRIES:
             try:
                 with self._handles.borrow(path) as handle:
                     if length > _CHECK_FIRST_BYTES:
@@ -89,18 +90,18 @@ class LocalStore:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``path`` at ``offset``: one request."""
-        where = join_url(self.url, path)
         view = buffer.cast("B") if buffer.nbytes else memoryview(b"")
-        _check_range(offset, len(view), where)
-        for pause_s in (*_PAUSES_S, None):
+        if offset < 0:
+            _check_range(offset, len(view), join_url(self.url, path))
+        for pause_s in _TRIES:
             try:
                 with self._handles.borrow(path) as handle:
                     n = handle.read_into_at(offset, view)
                 break
             except OSError as error:
-                self._recover(error, path, where, pause_s)
+                self._recover(error, path, join_url(self.url, path), pause_s)
         if n != len(view):
-            raise _too_short(where, offset, len(view), n)
+            raise _too_short(join_url(self.url, path), offset, len(view), n)
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""

@@ -26,7 +26,7 @@ RESHARD = ["--tp", "2", "--default", "shard0"]
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     """One file, and no patience."""
     (tmp_path / "x").write_bytes(bytes(range(100)))
-    monkeypatch.setattr(local, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(local, "_TRIES", (0.0, 0.0, None))
     return LocalStore(str(tmp_path))
 
 

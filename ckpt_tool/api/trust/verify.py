@@ -10,8 +10,6 @@ from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
 from ckpt_tool.api.manifest_file import read_manifest
-from ckpt_tool.api.trust.digest_check import check_digests
-from ckpt_tool.api.trust.verify_against import compare_with
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers
@@ -72,6 +70,8 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
     def report_of(opened: Checkpoint) -> VerifyReport:
         report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
         if against is not None:
+            from ckpt_tool.api.trust.verify_against import compare_with  # with the next, 18 ms that most calls save
+
             compared = compare_with(
                 opened, against, strip_prefixes=strip_prefixes, require_all=require_all,
                 memory_budget_bytes=memory_budget_bytes, n_workers=n_workers, progress=progress,
@@ -84,6 +84,8 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
             )
         if recorded is None:
             return report
+        from ckpt_tool.api.trust.digest_check import check_digests
+
         checked = check_digests(
             opened,
             recorded,
