@@ -16,6 +16,7 @@ import numpy as np
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.megatron_run import run_facts
 from ckpt_tool.errors import StorageError
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.codec import to_json
 from ckpt_tool.manifest.model import Blob, Manifest, MeshInfo
 from ckpt_tool.manifest.optimizer import OptimizerView, optimizer_views
@@ -182,9 +183,9 @@ class Inspection:
                 entry.path,
                 entry.nbytes,
                 len(rows),
-                len(np.unique(chunks.tensor[rows])),
+                len(distinct(chunks.tensor[rows])),
                 int(self._chunk_nbytes[rows].sum()),
-                tuple(rank for rank in np.unique(chunks.rank[rows]).tolist() if rank >= 0),
+                tuple(rank for rank in distinct(chunks.rank[rows]).tolist() if rank >= 0),
             )
             for entry, rows in zip(self.manifest.files, _groups(chunks.file, len(self.manifest.files)), strict=True)
         )
@@ -200,9 +201,9 @@ class Inspection:
             RankRow(
                 at - 1,
                 len(rows),
-                len(np.unique(chunks.tensor[rows])),
+                len(distinct(chunks.tensor[rows])),
                 int(self._chunk_nbytes[rows].sum()),
-                len(np.unique(chunks.file[rows])),
+                len(distinct(chunks.file[rows])),
             )
             for at, rows in enumerate(found)
             if at >= first
@@ -224,10 +225,10 @@ class Inspection:
             pairs = np.unique(np.stack([tensor, chunks.offsets[full, dim]], axis=1), axis=0)
             parts[:, dim] = np.maximum(np.bincount(pairs[:, 0], minlength=n), 1)
         boxes = np.concatenate([tensor[:, None], chunks.offsets[full], chunks.sizes[full]], axis=1)
-        distinct, counts = np.unique(boxes, axis=0, return_counts=True)
+        places, counts = np.unique(boxes, axis=0, return_counts=True)
         least, most = np.full(n, np.iinfo(np.int64).max), np.zeros(n, dtype=np.int64)
-        np.minimum.at(least, distinct[:, 0], counts)
-        np.maximum.at(most, distinct[:, 0], counts)
+        np.minimum.at(least, places[:, 0], counts)
+        np.maximum.at(most, places[:, 0], counts)
         return parts, np.where(least == most, most, 0).tolist()
 
     def to_json(self) -> dict[str, Any]:

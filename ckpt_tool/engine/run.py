@@ -155,11 +155,19 @@ def _early(layout: LayOut) -> list[Segment]:
 
 
 def _in_commit_order(segments: list[Segment], commit_path: str | None) -> list[Segment]:
-    """All segments by file and offset, those of the file that makes it a checkpoint last; of two at a place the later.
+    """All segments by file and offset, those of the file that makes it a checkpoint last.
 
-    That one has the checksums which the other lacks.
+    Where two begin at a place, the later one has the checksums that the other lacks; what it leaves of that one stays.
     """
-    latest = {(segment.path, segment.offset, len(segment.data)): segment for segment in segments}
+    latest: dict[tuple[str, int], Segment] = {}
+    for segment in segments:
+        place = (segment.path, segment.offset)
+        earlier = latest.get(place)
+        if earlier is not None and len(earlier.data) > len(segment.data):
+            rest = earlier.data[len(segment.data) :]
+            latest[place] = Segment(segment.path, segment.offset, segment.data + rest)
+        else:
+            latest[place] = segment
     return sorted(latest.values(), key=lambda s: (s.path == commit_path, s.path, s.offset))
 
 

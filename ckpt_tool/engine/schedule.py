@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.plan.model import Plan
@@ -38,7 +39,7 @@ def make_schedule(plan: Plan, world_size: int, *, round_bytes: int, lone_rounds:
         lone_rounds: whether tiles that only their reader needs have a place in the rounds; else their round is 0.
     """
     writes, tiles = plan.writes, plan.tiles
-    pairs = np.unique(writes.tile * world_size + writes.file)
+    pairs = distinct(writes.tile * world_size + writes.file)
     tile, rank = np.divmod(pairs, world_size)
     n_users = np.bincount(tile, minlength=len(tiles))
     reader = np.full(len(tiles), -1, dtype=np.int64)

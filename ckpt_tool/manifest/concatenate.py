@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ckpt_tool.errors import CoverageError, UsageError
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import IntArray
@@ -95,7 +94,7 @@ def _parts(manifest: Manifest, fqn: str, apart: Mapping[int, str]) -> list[_Part
         row = tensor_id(fqn)
         chunks = rows_of(row)
         ranks = manifest.chunks.rank[chunks]
-        parts = [_Part(int(rank), row, chunks[ranks == rank]) for rank in np.unique(ranks)]
+        parts = [_Part(int(rank), row, chunks[ranks == rank]) for rank in distinct(ranks)]
     found = [part.rank for part in parts]
     if found != list(range(len(found))):
         raise CoverageError(

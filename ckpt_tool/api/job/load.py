@@ -24,6 +24,7 @@ from ckpt_tool.api.job.load_move import Moved, Moves, plan_moves, run_moves
 from ckpt_tool.api.job.load_target import Target, matched, state_key, target_of
 from ckpt_tool.engine.landing import Landing
 from ckpt_tool.errors import UsageError
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import FileTable, IntArray
 from ckpt_tool.records import dataclass
@@ -277,7 +278,7 @@ class _Loading:
 
         ``own`` are this rank's problems, None when no rank has any.
         """
-        used = np.unique(np.concatenate([rows[:, 0] for rows in everyone]))
+        used = distinct(np.concatenate([rows[:, 0] for rows in everyone]))
         unexpected = [] if len(used) == len(manifest.tensors) else unexpected_tensors(manifest, set(used.tolist()))
         problems: dict[Problem, None] = {}
         if own is not None:

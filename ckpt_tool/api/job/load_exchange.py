@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ckpt_tool.errors import CkptError
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.join import Boxes, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.model import Manifest
@@ -60,8 +61,8 @@ def choose_exchange(
         return Choice("none", "there is one rank", 0)
     if asked != "auto":
         return Choice(asked, "asked for", 0)
-    needed, distinct = needed_bytes(manifest, everyone, store.cost.max_gap_bytes)
-    sharing = sum(needed) / max(distinct, 1)
+    needed, once = needed_bytes(manifest, everyone, store.cost.max_gap_bytes)
+    sharing = sum(needed) / max(once, 1)
     why = f"each byte would be read {sharing:.2f} times"
     if sharing < _SHARED_ENOUGH:
         return Choice("none", why, 0)
@@ -84,7 +85,7 @@ def choose_exchange(
         )
     if spans_hosts:
         (send_cost,) = group.largest([group.exchange_cost(_PROBE_BYTES)])
-        per_rank = distinct / group.size
+        per_rank = once / group.size
         seconds["all-to-all"] = (
             per_rank * read_cost
             + max(exact) * (group.size - 1) / group.size * send_cost
@@ -116,9 +117,9 @@ def _box_bytes(manifest: Manifest, rows: IntArray) -> IntArray:
 def _distinct_bytes(manifest: Manifest, rows: IntArray) -> int:
     """Bytes of the different boxes; no more than the tensors have, where boxes overlap."""
     width = (rows.shape[1] - 1) // 2
-    first = np.unique(exact_duplicates(rows[:, 1 : 1 + width], rows[:, 1 + width :], rows[:, 0]))
+    first = distinct(exact_duplicates(rows[:, 1 : 1 + width], rows[:, 1 + width :], rows[:, 0]))
     of_boxes = int(_box_bytes(manifest, rows[first]).sum())
-    return min(of_boxes, int(manifest.tensors.nbytes[np.unique(rows[:, 0])].sum()))
+    return min(of_boxes, int(manifest.tensors.nbytes[distinct(rows[:, 0])].sum()))
 
 
 def _copy_cost() -> float:
@@ -144,7 +145,7 @@ def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes
         return [int(_box_bytes(manifest, mine).sum()) for mine in everyone], _distinct_bytes(manifest, rows)
     chunks = manifest.chunks
     chunk_tensor = chunks.tensor.astype(np.int64)
-    stored = np.unique(exact_duplicates(chunks.offsets, chunks.sizes, chunk_tensor))
+    stored = distinct(exact_duplicates(chunks.offsets, chunks.sizes, chunk_tensor))
     pairs = join_boxes(
         Boxes(chunk_tensor[stored], chunks.offsets[stored], chunks.sizes[stored]), Boxes(tensor, offsets, sizes)
     )

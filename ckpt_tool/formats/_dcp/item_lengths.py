@@ -11,6 +11,7 @@ import numpy as np
 
 from ckpt_tool.formats._dcp.written_items import ItemKinds
 from ckpt_tool.formats.base import BoxTable
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.overlaps import first_equal
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.tables import IntArray, TensorTable
@@ -40,7 +41,7 @@ def item_lengths(tensors: TensorTable, boxes: BoxTable) -> tuple[IntArray, IntAr
     numbers = _numbers_nbytes(boxes.sizes[own], ndim[own], numel[own], payload[own])
     of_class = own[first_equal([kind[own], ndim[own], numbers, small, (payload[own] == 0).astype(np.int64)])]
     kinds = ItemKinds()
-    for row in np.unique(of_class).tolist():
+    for row in distinct(of_class).tolist():
         tensor = boxes.tensor[row]
         laid_out = kinds.kind(tensors.dtypes[tensor], tuple(boxes.sizes[row, : tensors.ndim[tensor]].tolist()))
         around[row], head[row] = laid_out.nbytes - laid_out.payload_nbytes, len(laid_out.head)

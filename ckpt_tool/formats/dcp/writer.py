@@ -33,6 +33,7 @@ from ckpt_tool.formats.base import (
 from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
 from ckpt_tool.formats.dcp.sidecar import MIN_CHUNKS, SIDECAR_NAME, sidecar_bytes
 from ckpt_tool.formats.dcp.written_sidecar import sidecar_of
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 from ckpt_tool.records import dataclass
@@ -99,7 +100,7 @@ class DcpWriter:
         Raises:
             Unsupported: dtypes that torch cannot hold.
         """
-        used = np.unique(boxes.tensor.astype(np.int64))
+        used = distinct(boxes.tensor.astype(np.int64))
         own = tensors.take(used)
         check_dtypes(own)
         width = own.shape.shape[1]

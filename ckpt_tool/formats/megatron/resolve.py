@@ -14,6 +14,7 @@ from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, payload_from_directory
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass
@@ -60,7 +61,7 @@ def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
 def located_items(source: Source, manifest: Manifest, rows: IntArray) -> Iterator[Located]:
     """The place of each item that unresolved chunks of ``rows`` are boxes of; requests as `resolve` says."""
     chunks, paths = manifest.chunks, manifest.files.paths
-    wanted = np.unique(np.asarray(rows, dtype=np.int64))
+    wanted = distinct(np.asarray(rows, dtype=np.int64))
     wanted = wanted[(chunks.flags[wanted] & ChunkFlag.UNRESOLVED) != 0]
     order = wanted[np.lexsort((wanted, chunks.offset[wanted], chunks.file[wanted]))]
     is_new = (np.diff(chunks.file[order], prepend=-1) != 0) | (np.diff(chunks.offset[order], prepend=-1) != 0)
@@ -115,7 +116,7 @@ def _item_offsets(chunks: ChunkTable) -> IntArray:
     items = np.flatnonzero(is_open)
     items = items[np.lexsort((chunks.offset[items], chunks.file[items]))]
     done = np.flatnonzero(~is_open)
-    for file in np.unique(chunks.file[done]).tolist():
+    for file in distinct(chunks.file[done]).tolist():
         own, named = done[chunks.file[done] == file], items[chunks.file[items] == file]
         if not len(named):
             continue
