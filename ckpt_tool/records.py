@@ -169,6 +169,8 @@ def _set_values(self: Any, values: list[Any]) -> None:
 
 
 def _eq(self: Any, other: object) -> Any:
+    if other is self:
+        return True
     if other.__class__ is not self.__class__:
         return NotImplemented
     return tuple(_values(self)) == tuple(_values(other))

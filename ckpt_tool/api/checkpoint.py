@@ -26,7 +26,7 @@ from ckpt_tool.storage.store import Listing, Store
 __all__ = ["DEFAULT_MEMORY_BYTES", "Checkpoint", "TensorView", "open_checkpoint", "plan_limits"]
 
 DEFAULT_MEMORY_BYTES = 1 << 30
-_TILE_BYTES = 4 << 20  # fits the second-level caches; larger buffers are slower
+_TILE_BYTES = 2 << 20  # fits the second-level caches; larger buffers are slower
 _MAX_TILES = 100_000  # beyond that the plan itself costs more than slower buffers do
 _UNIT_BYTES = 64 << 20
 _MIN_UNIT_BYTES = 1 << 16

@@ -137,7 +137,8 @@ class Handles:
         """End the use of a handle that was taken."""
         with self._lock:
             handle.users -= 1
-            self._close_idle(0 if self._is_closed else self._limit)
+            if self._is_closed or len(self._open) > self._limit:
+                self._close_idle(0 if self._is_closed else self._limit)
 
     def forget(self, path: str) -> None:
         """Open ``path`` anew the next time; those who have the old handle keep it."""

@@ -155,11 +155,27 @@ class LocalTarget:
         Raises:
             StorageError: not created, beyond the created size, or the system refused.
         """
-        self._write(path, offset, [buffer])
+        view = memoryview(buffer)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        self._check_extent(path, offset, len(view))
+        try:
+            with self._handles.borrow(path) as handle:
+                handle.write_at(offset, view)
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be written", needed=len(view)) from error
+        self._note_dirty(path)
 
     def writev(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
         """Write ``buffers`` one after another from ``offset``; one system call for each 1,024."""
-        self._write(path, offset, buffers)
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        nbytes = sum(len(view) for view in views)
+        self._check_extent(path, offset, nbytes)
+        try:
+            with self._handles.borrow(path) as handle:
+                handle.writev_at(offset, views)
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
+        self._note_dirty(path)
 
     def flush(self) -> None:
         """Wait until all bytes written by calls that have returned are on the device."""
@@ -214,9 +230,7 @@ class LocalTarget:
             self._remove_partial()
         self._unlock()
 
-    def _write(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        nbytes = sum(len(view) for view in views)
+    def _check_extent(self, path: str, offset: int, nbytes: int) -> None:
         size = self._sizes.get(path)
         if size is None:
             raise StorageError("written to before it was created", where=self._full(path))
@@ -224,14 +238,8 @@ class LocalTarget:
             end = offset + nbytes
             message = f"a write from {offset:,} to {end:,} does not fit the {size:,} bytes of the file"
             raise StorageError(message, where=self._full(path))
-        try:
-            with self._handles.borrow(path) as handle:
-                if len(views) == 1:
-                    handle.write_at(offset, views[0])
-                else:
-                    handle.writev_at(offset, views)
-        except OSError as error:
-            raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
+
+    def _note_dirty(self, path: str) -> None:
         if path not in self._dirty:
             with self._lock:
                 self._dirty.add(path)
