@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_left
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -64,9 +65,10 @@ class Probe:
         self._leading = shape[:-1] if len(shape) > 1 else shape
         self._columns = probe_positions(self.n_columns)
         self._rows = probe_positions(self.n_rows)
-        n_signed = self.n_rows if self.n_rows <= _MAX_ROWS else 0
-        self.signatures: list[Numbers] = [np.zeros(n_signed, np.uint64) for _ in range(2)]
-        """uint64[n_rows] of A and of B; empty where there are too many rows."""
+        self._row_list, self._column_list = self._rows.tolist(), self._columns.tolist()
+        self._n_signed = self.n_rows if self.n_rows <= _MAX_ROWS else 0
+        self.signatures: list[Numbers] = [np.zeros(0, np.uint64) for _ in range(2)]
+        """uint64[n_rows] of A and of B, once a part was signed; empty where there are too many rows."""
         self.grids: list[Numbers] = [np.zeros((len(self._rows), len(self._columns)), np.uint64) for _ in range(2)]
         """uint64[<= 16, <= 16]: elements at `probe_positions` of both dimensions."""
         self.heads: list[Numbers] = [np.zeros(min(HEAD, prod(shape)), np.uint64) for _ in range(2)]
@@ -74,46 +76,60 @@ class Probe:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return sum(array.nbytes for arrays in (self.signatures, self.grids, self.heads) for array in arrays)
+        """Bytes that are kept when all is signed."""
+        return 16 * self._n_signed + sum(array.nbytes for arrays in (self.grids, self.heads) for array in arrays)
 
     def add(
         self, a: npt.NDArray[Any], b: npt.NDArray[Any], offsets: tuple[int, ...], sizes: tuple[int, ...], *, same: bool
     ) -> None:
-        """Take samples of a tile, a slab in global coordinates; ``same`` says that both sides hold equal bits."""
-        width = sizes[-1] if len(sizes) > 1 else 1
-        start = offsets[-1] if len(sizes) > 1 else 0
-        matrices = [array.reshape(-1, width) for array in (a, b)]
-        first_row = self._row_of(offsets)
-        low, high = np.searchsorted(self._columns, [start, start + width]).tolist()
-        columns = self._columns[low:high] - start
-        picked = [as_numbers(matrix[:, columns]) for matrix in (matrices[:1] if same else matrices)]
+        """Take elements of a tile, a slab in global coordinates; ``same`` says that both sides hold equal bits."""
+        width, start, first_row = self._place(offsets, sizes)
+        n_rows = a.size // width
+        inside = slice(bisect_left(self._row_list, first_row), bisect_left(self._row_list, first_row + n_rows))
+        low, high = bisect_left(self._column_list, start), bisect_left(self._column_list, start + width)
         head = first_row * self.n_columns + start
-        with self._lock:
-            for side in (0, 1):
-                numbers = picked[0 if same else side]
-                if numbers is None:
-                    return
-                if len(self.signatures[side]):
-                    weighed = (numbers * _WEIGHTS[low:high]).sum(axis=1, dtype=np.uint64)
-                    self.signatures[side][first_row : first_row + len(numbers)] += weighed
-                inside = np.flatnonzero((self._rows >= first_row) & (self._rows < first_row + len(numbers)))
-                self.grids[side][inside, low:high] = numbers[self._rows[inside] - first_row]
-                if head < len(self.heads[side]):
-                    elements = as_numbers(matrices[side].reshape(-1)[: len(self.heads[side]) - head])
-                    if elements is not None:
-                        self.heads[side][head : head + len(elements)] = elements
+        n_head = len(self.heads[0]) - head
+        if inside.start == inside.stop and n_head <= 0:
+            return
+        rows, columns = self._rows[inside, None] - first_row, self._columns[low:high] - start
+        for side, array in enumerate((a,) if same else (a, b)):
+            numbers = as_numbers(array.reshape(-1, width)[rows, columns])
+            if numbers is None:
+                return
+            for grid in self.grids if same else (self.grids[side],):
+                grid[inside, low:high] = numbers
+            elements = as_numbers(array.reshape(-1)[:n_head]) if n_head > 0 else None
+            if elements is not None:
+                for kept in self.heads if same else (self.heads[side],):
+                    kept[head : head + len(elements)] = elements
 
-    def _row_of(self, offsets: tuple[int, ...]) -> int:
-        """The row that a slab begins in."""
+    def sign(self, a: npt.NDArray[Any], b: npt.NDArray[Any], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Take the numbers of a tile's rows; ``b`` may be ``a`` itself."""
+        if not self._n_signed:
+            return
+        width, start, first_row = self._place(offsets, sizes)
+        low, high = bisect_left(self._column_list, start), bisect_left(self._column_list, start + width)
+        columns = self._columns[low:high] - start
+        for side, array in enumerate((a,) if a is b else (a, b)):
+            numbers = as_numbers(array.reshape(-1, width)[:, columns])
+            if numbers is None:
+                return
+            weighed = (numbers * _WEIGHTS[low:high]).sum(axis=1, dtype=np.uint64)
+            with self._lock:
+                if not len(self.signatures[0]):
+                    self.signatures = [np.zeros(self._n_signed, np.uint64) for _ in range(2)]
+                for signature in self.signatures if a is b else (self.signatures[side],):
+                    signature[first_row : first_row + len(weighed)] += weighed
+
+    def _place(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int, int]:
+        """Width of a slab's rows, the column that they begin at, and the first row."""
         row = 0
         for offset, size in zip(offsets[: len(self._leading)], self._leading, strict=True):
             row = row * size + offset
-        return row
+        return (sizes[-1], offsets[-1], row) if len(sizes) > 1 else (1, 0, row)
 
     def digest(self, side: int) -> bytes:
-        """A short value that is equal for tensors of equal samples."""
-        content = self.signatures[side] if len(self.signatures[side]) else self.grids[side]
-        digest = hashlib.blake2b(np.ascontiguousarray(content).tobytes(), digest_size=16)
+        """A short value that is equal for tensors of equal elements at the places that are looked at."""
+        digest = hashlib.blake2b(np.ascontiguousarray(self.grids[side]).tobytes(), digest_size=16)
         digest.update(self.heads[side].tobytes())
         return digest.digest()

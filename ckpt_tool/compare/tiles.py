@@ -31,6 +31,9 @@ from ckpt_tool.storage.fetch import fetch_all
 __all__ = ["ComparedPair", "Pair", "PairTiles", "TileSource", "common_box", "compare_tiles", "cut_pairs"]
 
 
+_SIGNED_TOGETHER = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """One tensor of each side that are held against each other."""
@@ -177,13 +180,15 @@ def compare_tiles(
 ) -> list[ComparedPair]:
     """What each pair amounts to, in the order of ``pairs``; reads every tile of both sides once.
 
+    Of pairs that differ in places, A's other tiles are read once more, for samples of them.
+
     Args:
         a: A's manifest.
         b: B's manifest.
         pairs: what is compared.
         tiles: their tiles.
         open_readers: readers of A's and of B's tiles, for one thread.
-        probe_budget_bytes: samples kept of pairs that differ take no more than this.
+        probe_budget_bytes: samples kept of pairs that differ take no more than this; 0 for none.
         n_workers: threads.
         progress: gets the bytes read and those to be read, from one thread at a time.
     """
@@ -192,11 +197,15 @@ def compare_tiles(
     lock = threading.Lock()
     done = 0
 
-    def work(unit: int) -> None:
-        nonlocal done
+    def own_readers() -> tuple[TileSource, TileSource]:
         readers: tuple[TileSource, TileSource] | None = getattr(local, "readers", None)
         if readers is None:
             readers = local.readers = open_readers()
+        return readers
+
+    def work(unit: int) -> None:
+        nonlocal done
+        readers = own_readers()
         first, last = tiles.a.unit_bounds[unit : unit + 2].tolist()
         with readers[0].ahead(range(first, last)), readers[1].ahead(range(first, last)):
             for tile in range(first, last):
@@ -206,7 +215,14 @@ def compare_tiles(
                         done += int(tiles.a.nbytes[tile] + tiles.b.nbytes[tile])
                         progress(done, tiles.nbytes)
 
+    def sign(group: Sequence[int]) -> None:
+        reader = own_readers()[0]
+        with reader.ahead(group):
+            for tile in group:
+                comparison.sign(tile, reader.read(tile))
+
     fetch_all(work, range(tiles.a.n_units), concurrency=n_workers)
+    fetch_all(sign, comparison.unsigned(), concurrency=n_workers)
     return comparison.found
 
 
@@ -218,6 +234,7 @@ class _Comparison:
     ) -> None:
         self._tiles = tiles
         self._lock = threading.Lock()
+        self._takes_probes = probe_budget_bytes > 0
         self._left_bytes = probe_budget_bytes
         self.found = [
             ComparedPair(
@@ -228,6 +245,8 @@ class _Comparison:
             )
             for pair in pairs
         ]
+        self._same: list[list[int]] = [[] for _ in pairs]
+        """Tiles of each pair that are the same."""
         self._left = np.bincount(tiles.pair, minlength=len(pairs)).tolist()
         for found, n in zip(self.found, self._left, strict=True):
             found.n_tiles = n
@@ -236,23 +255,42 @@ class _Comparison:
         """Compare one tile."""
         number = int(self._tiles.pair[tile])
         found = self.found[number]
-        ndim = len(found.shape_a)
-        offsets = tuple(self._tiles.a.offsets[tile, :ndim].tolist())
-        sizes = tuple(self._tiles.a.sizes[tile, :ndim].tolist())
+        offsets, sizes = self._slab(tile, len(found.shape_a))
         is_alike = found.dtype_a == found.dtype_b
         is_same = is_alike and same_bits(a, b)
-        if is_alike and found.shape_a == found.shape_b and found.dtype_a.bits % 8 == 0:
-            self._probe(found).add(a, b, offsets, sizes, same=is_same)
+        probe: Probe | None = None
+        if self._takes_probes and is_alike and found.shape_a == found.shape_b and found.dtype_a.bits % 8 == 0:
+            probe = self._probe(found)
+            probe.add(a, b, offsets, sizes, same=is_same)
         if is_same:
+            self._same[number].append(tile)
             counts = Tally(n_compared=a.size)
             with self._lock:
                 found.tally.add(counts)
         else:
+            if probe is not None:
+                probe.sign(a, b, offsets, sizes)
             self._differing(found, a, b, offsets, sizes)
         with self._lock:
             self._left[number] -= 1
             if not self._left[number]:
                 self._finish(found)
+
+    def unsigned(self) -> list[list[int]]:
+        """Tiles whose rows a probe that is kept lacks, in groups of neighbours."""
+        kept = [sorted(same) for same, found in zip(self._same, self.found, strict=True) if found.probe is not None]
+        return [same[at : at + _SIGNED_TOGETHER] for same in kept for at in range(0, len(same), _SIGNED_TOGETHER)]
+
+    def sign(self, tile: int, same: npt.NDArray[Any]) -> None:
+        """Take in a tile that both sides have."""
+        found = self.found[int(self._tiles.pair[tile])]
+        if found.probe is not None:
+            found.probe.sign(same, same, *self._slab(tile, len(found.shape_a)))
+
+    def _slab(self, tile: int, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of a tile."""
+        tiles = self._tiles.a
+        return tuple(tiles.offsets[tile, :ndim].tolist()), tuple(tiles.sizes[tile, :ndim].tolist())
 
     def _probe(self, found: ComparedPair) -> Probe:
         with self._lock:

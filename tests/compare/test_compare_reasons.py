@@ -71,6 +71,16 @@ REORDERED: Mapping[str, tuple[Callable[[Array], Array], str, str]] = {
 }  # fmt: skip
 
 
+def test_rows_in_another_order_in_one_part_of_a_tensor() -> None:
+    """Of parts that are the same on both sides the rows are looked at too, once a difference was seen in another."""
+    a = random(4096, 10)
+    order = np.arange(4096)
+    order[3000:3003] = order[[3002, 3000, 3001]]
+    why = reason(a, a[order], memory_budget_bytes=1 << 20, n_workers=2)
+    assert why is not None
+    assert why[0] == "rows-reordered"
+
+
 @pytest.mark.parametrize("name", REORDERED)
 def test_rows_in_another_order(name: str) -> None:
     """Each known order of rows is called by its name, with its sizes."""

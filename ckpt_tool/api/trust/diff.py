@@ -33,7 +33,7 @@ from ckpt_tool.plan.build import PlanLimits, plan_reads
 
 __all__ = ["DiffReport", "diff"]
 
-_TILE_BYTES = 1 << 20  # both sides of a tile stay in the second-level cache
+_TILE_BYTES = 4 << 20  # as measured: threads wait less for the interpreter than at shorter ones, reading costs the same
 _UNIT_BYTES = 32 << 20
 
 
@@ -185,7 +185,7 @@ class _Comparison:
         if not self._is_quick:
             for checkpoint, picked in ((self._a, [p.row_a for p in pairs]), (self._b, [p.row_b for p in pairs])):
                 checkpoint.resolve([checkpoint.manifest.tensors.fqns[row] for row in picked])
-        found = self._compared(n_workers, progress)
+        found = self._compared(n_workers, progress, self._budget_bytes // 8 if with_reasons else 0)
         confirmer = Confirmer(self._budget_bytes // 2)
         neighbours = NeighbourFinder(self._a.manifest, self._b.manifest, pairs, found, self.place, confirmer)
         rows = [self._row(pair, each) for pair, each in zip(pairs, found, strict=True)]
@@ -207,7 +207,9 @@ class _Comparison:
         tensors = (self._a, self._b)[side].manifest.tensors
         return Place(self._boxes[side], row, tensors.shape_of(row), max(tensors.dtypes[row].bits // 8, 1))
 
-    def _compared(self, n_workers: int, progress: Callable[[Progress], None] | None) -> list[ComparedPair]:
+    def _compared(
+        self, n_workers: int, progress: Callable[[Progress], None] | None, probe_budget_bytes: int
+    ) -> list[ComparedPair]:
         a, b = self._a.manifest, self._b.manifest
         limits = self._limits(n_workers)
         pairs = self._pairing.pairs
@@ -227,7 +229,7 @@ class _Comparison:
                 TileReader(a, tiles.a, reads_a, store_a, ahead_bytes=ahead_bytes, n_workers=n_workers),
                 TileReader(b, tiles.b, reads_b, store_b, ahead_bytes=ahead_bytes, n_workers=n_workers),
             ),
-            probe_budget_bytes=self._budget_bytes // 8,
+            probe_budget_bytes=probe_budget_bytes,
             n_workers=n_workers,
             progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
         )
