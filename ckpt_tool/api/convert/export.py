@@ -40,7 +40,9 @@ from ckpt_tool.manifest.tables import TensorTable
 __all__ = ["export", "prepare_export"]
 
 _HAS_CONFIG = frozenset({"safetensors"})
-_HOLDS_OBJECTS = frozenset({"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing"})
+_HOLDS_OBJECTS = frozenset(
+    {"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing", "orbax"}
+)
 _BY_SUFFIX = {".npz": "npz", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
 
 

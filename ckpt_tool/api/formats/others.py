@@ -29,6 +29,12 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 items_of_a_manager="orbax_manager",
             ),
             *_zoo("tensorstore 0.1.86", shards_of_several_pieces="ocdbt_tall", nodes_not_compressed="ocdbt_raw"),
+            Proof(
+                "writes for",
+                "orbax-checkpoint 0.12.8",
+                "StandardCheckpointer, CheckpointManager, restore over 8 devices",
+                "tests/consumers/test_orbax.py",
+            ),
         ),
     ),
     "nanotron": (

@@ -16,7 +16,7 @@ from ckpt_tool.dtypes import DTYPES, DType, opaque
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.records import dataclass
 
-__all__ = ["DESCRIPTIONS", "Array", "parse_array"]
+__all__ = ["DESCRIPTIONS", "Array", "parse_array", "zarr2_name"]
 
 DESCRIPTIONS = (".zarray", "zarr.json")
 """Last part of the key that describes an array: version 2, version 3."""
@@ -25,6 +25,9 @@ _ZARR2 = {
     "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64", "b1": "bool", "c8": "complex64",
     "c16": "complex128",
 }  # fmt: skip
+_EXTENDED = frozenset(
+    {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+)  # TensorStore's own names, in version 2 too
 # TensorStore keeps an element of these in a byte of its own.
 _NARROW = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"})
 _INDEX_ENTRY_NBYTES = 16
@@ -113,6 +116,18 @@ def parse_array(text: bytes, where: str) -> Array | None:
     if max(prod(n or 1 for n in found.shape), prod(found.chunks)) * found.dtype.itemsize >= 1 << 62:
         raise FormatError(f"shape {list(found.shape)} in chunks of {list(found.chunks)} is no array", where=where)
     return found
+
+
+def zarr2_name(dtype: DType) -> str | None:
+    """The little-endian element type of a ``.zarray``, None where neither zarr nor TensorStore has one.
+
+    >>> zarr2_name(DTYPES["float32"]), zarr2_name(DTYPES["bool"]), zarr2_name(DTYPES["bfloat16"])
+    ('<f4', '|b1', 'bfloat16')
+    """
+    code = next((code for code, name in _ZARR2.items() if name == dtype.name), None)
+    if code is not None:
+        return f"{'|' if dtype.itemsize == 1 else '<'}{code}"
+    return dtype.name if dtype.name in _EXTENDED else None
 
 
 def _version2(fields: Mapping[str, Any], where: str) -> Array:
