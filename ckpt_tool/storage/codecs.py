@@ -2,6 +2,7 @@
 
 ``deflate`` (raw), ``zlib``, ``gzip`` and ``zstd`` unpack; ``slice:OFFSET:LENGTH`` takes bytes out of what came before;
 ``shuffle:WIDTH`` puts elements together of which first bytes stand first, then second ones (HDF5's filter);
+``blosc`` is Blosc's container, ``lz4`` a block of LZ4 behind its length (numcodecs' form), ``bz2`` and ``xz`` streams;
 ``zeros:LENGTH`` is content that is stored nowhere because all of it is zero. Knows no container and no store.
 """
 
@@ -21,9 +22,14 @@ BLOCK_BYTES = 1 << 20
 """Most bytes of a block."""
 MAX_DEFLATE_RATIO = 1032
 """One length-distance pair of at least 2 bits yields 258 bytes at most (RFC 1951, 3.2.5)."""
+MAX_LZ4_RATIO = 256
+"""A byte of a match's length stands for 255 bytes at most."""
 
-_MAX_SHUFFLED_BYTES = 1 << 30
-_STEP = re.compile(r"deflate|zlib|gzip|zstd|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}|shuffle:[0-9]{1,4}")
+_MAX_WHOLE_BYTES = 1 << 30
+"""Of content that can only be decoded at once."""
+_STEP = re.compile(
+    r"deflate|zlib|gzip|zstd|blosc|lz4|bz2|xz|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}|shuffle:[0-9]{1,4}"
+)
 _DEFLATED = re.compile(r"deflate|zlib|gzip")
 
 _WINDOW_BITS = {"deflate": -zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
@@ -84,6 +90,14 @@ def _step_blocks(source: Readable, step: str, where: str) -> Iterator[bytes]:
         return _slice(source, int(numbers[0]), int(numbers[1]), where)
     if name == "shuffle":
         return _unshuffled(source, int(numbers[0]), where)
+    if name == "blosc":
+        from ckpt_tool.storage.blosc import blosc_blocks  # numpy and pyarrow, for such files only
+
+        return blosc_blocks(_whole(source, where), where)
+    if name == "lz4":
+        return _lz4(source, where)
+    if name in ("bz2", "xz"):
+        return _streamed(source, name, where)
     if name == "zstd":
         return _unpacked_zstd(source, where)
     return _deflated(source, _WINDOW_BITS[name], where)
@@ -130,18 +144,50 @@ def _slice(source: Readable, offset: int, length: int, where: str) -> Iterator[b
                 yield piece
 
 
-def _unshuffled(source: Readable, width: int, where: str) -> Iterator[bytes]:
-    """The whole content at once: its first element needs bytes from all over it."""
-    import numpy as np
-
+def _whole(source: Readable, where: str) -> bytes:
+    """All content, where its first element needs bytes from all over it."""
     content = bytearray()
     while piece := source.read(BLOCK_BYTES):
         content += piece
-        if len(content) > _MAX_SHUFFLED_BYTES:
-            raise FormatError(f"shuffled content of more than {_MAX_SHUFFLED_BYTES:,} bytes", where=where)
-    n = len(content) // max(width, 1)
-    whole = np.frombuffer(content, dtype=np.uint8, count=n * width).reshape(width, n)
-    yield whole.T.tobytes() + bytes(content[n * width :])
+        if len(content) > _MAX_WHOLE_BYTES:
+            raise FormatError(f"content of more than {_MAX_WHOLE_BYTES:,} bytes that is coded as one", where=where)
+    return bytes(content)
+
+
+def _unshuffled(source: Readable, width: int, where: str) -> Iterator[bytes]:
+    from ckpt_tool.storage.blosc import byte_unshuffled  # numpy, for such files only
+
+    yield byte_unshuffled(_whole(source, where), max(width, 1))
+
+
+def _lz4(source: Readable, where: str) -> Iterator[bytes]:
+    from ckpt_tool.storage.blosc import unpacked_block  # numpy, for such files only
+
+    content = _whole(source, where)
+    nbytes = int.from_bytes(content[:4], "little")
+    if len(content) < 4 or nbytes > min(_MAX_WHOLE_BYTES, len(content) * MAX_LZ4_RATIO):
+        raise FormatError(f"{len(content):,} bytes of LZ4 that say they hold {nbytes:,}", where=where)
+    yield unpacked_block(content[4:], "lz4_raw", nbytes, where)
+
+
+def _streamed(source: Readable, name: str, where: str) -> Iterator[bytes]:
+    """Decoded blocks of one stream of bz2 or xz, which must end where its part does."""
+    import bz2  # rare codecs of the standard library
+    import lzma
+
+    decoder = bz2.BZ2Decompressor() if name == "bz2" else lzma.LZMADecompressor()
+    try:
+        while not decoder.eof:
+            piece = source.read(BLOCK_BYTES) if decoder.needs_input else b""
+            if decoder.needs_input and not piece:
+                raise FormatError(f"the {name} stream does not end within its part", where=where)
+            yield decoder.decompress(piece, BLOCK_BYTES)
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        if isinstance(error, CkptError):
+            raise
+        raise FormatError(f"not a stream of {name}: {error}", where=where) from error
+    if decoder.unused_data or source.read(1):
+        raise FormatError(f"the {name} stream ends before its part does", where=where)
 
 
 def _deflated(source: Readable, window_bits: int, where: str) -> Iterator[bytes]:

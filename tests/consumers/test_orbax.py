@@ -49,6 +49,32 @@ flat = {f"{k}.{j}": np.asarray(v) for k, inner in found.items() for j, v in inne
 raw = {fqn: np.frombuffer(array.tobytes(), np.uint8) for fqn, array in flat.items()}
 np.savez(folder + "/truth.npz", **raw)
 """
+CODINGS = """
+import sys, numpy as np, tensorstore as ts
+folder = sys.argv[1]
+rng = np.random.default_rng(0)
+small, wide = rng.integers(0, 9, (37, 50)).astype("int32"), rng.standard_normal((300, 257)).cumsum(0).astype("float32")
+bloscs = [{"cname": n, "clevel": 5, "shuffle": s} for n in ("lz4", "lz4hc", "zlib", "zstd") for s in (0, 1, 2)]
+two = [{"compressor": {"id": "blosc", "blocksize": 0, **b}} for b in bloscs]
+two += [{"compressor": {"id": "bz2", "level": 5}}, {"order": "F"}, {"order": "F", "compressor": {"id": "zlib"}}]
+names = ["noshuffle", "shuffle", "bitshuffle"]
+three = [[{"name": "blosc", "configuration": {**b, "shuffle": names[b["shuffle"]]}}] for b in bloscs]
+order = [{"name": "transpose", "configuration": {"order": [1, 0]}}, {"name": "bytes"}]
+chains = [[{"name": "bytes"}, *c] for c in three] + [order, [*order, {"name": "gzip"}]]
+inner = {"chunk_shape": [25, 20], "codecs": [{"name": "bytes"}, *three[4]]}
+chains.append([{"name": "sharding_indexed", "configuration": inner}])
+for number, settings in enumerate([*two, *chains]):
+    driver = "zarr" if number < len(two) else "zarr3"
+    more = settings if driver == "zarr" else {"codecs": settings}
+    for name, array in (("small", small), ("wide", wide)):
+        chunk = {"chunks": [50, 60]} if driver == "zarr" else {
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [50, 60]}}}
+        path = f"{folder}/1/{name}{number}/"
+        kind = {"kvstore": {"driver": "file", "path": path}, "driver": driver, "dtype": str(array.dtype)}
+        found = ts.open({**kind, "metadata": {"shape": array.shape, **chunk, **more}, "create": True}).result()
+        found.write(array).result()
+np.savez(folder + "/truth.npz", small=small, wide=wide)
+"""
 RESTORE = """
 import os, sys
 os.environ["XLA_FLAGS"], os.environ["JAX_PLATFORMS"] = "--xla_force_host_platform_device_count=8", "cpu"
@@ -108,6 +134,17 @@ def test_orbax_restores_the_same(seed: int, ocdbt: int, zarr3: int, chunk_nbytes
     assert verify(tmp_path / "1", level="full").is_ok
     with open_checkpoint(tmp_path / "1") as checkpoint:
         assert checkpoint.manifest.mesh is not None
+
+
+def test_codings_of_tensorstore(tmp_path: Path) -> None:
+    """Blosc with each of its shuffles, bz2, columns first; in zarr 2, in zarr 3, and inside of shards."""
+    (tmp_path / "1").mkdir()
+    run_there(CODINGS, tmp_path)
+    ours = as_bytes(tmp_path / "1")
+    with np.load(tmp_path / "truth.npz") as truth:
+        whole = {name: truth[name].tobytes() for name in ("small", "wide")}
+    assert len(ours) == 2 * (15 + 15)
+    assert [fqn for fqn, (_, _, data) in ours.items() if data != whole[fqn.rstrip("0123456789")]] == []
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=4"])

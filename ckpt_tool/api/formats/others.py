@@ -29,6 +29,7 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 items_of_a_manager="orbax_manager",
             ),
             *_zoo("tensorstore 0.1.86", shards_of_several_pieces="ocdbt_tall", nodes_not_compressed="ocdbt_raw"),
+            Proof("reads", "tensorstore 0.1.86", "Blosc and bz2, columns first", "tests/consumers/test_orbax.py"),
             Proof(
                 "writes for",
                 "orbax-checkpoint 0.12.8",

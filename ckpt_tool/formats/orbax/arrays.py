@@ -1,7 +1,7 @@
 """What describes one zarr array, version 2 or 3: its element type, shape, chunks, and how a chunk is coded.
 
-Sources: https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html and .../v3/core/v3.0.html with the codecs ``bytes``,
-``zstd``, ``crc32c`` and ``sharding_indexed``; TensorStore's drivers ``zarr`` and ``zarr3``, which add element types.
+Sources: https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html and .../v3/core/v3.0.html with ``sharding_indexed``
+(`coding` knows the other codecs); TensorStore's drivers ``zarr`` and ``zarr3``, which add element types.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_tool.dtypes import DTYPES, DType, opaque
 from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.formats.orbax.coding import CRC_NBYTES, chain_of, steps_of_version2
 from ckpt_tool.records import dataclass
 
 __all__ = ["DESCRIPTIONS", "Array", "parse_array", "zarr2_name"]
@@ -31,7 +32,6 @@ _EXTENDED = frozenset(
 # TensorStore keeps an element of these in a byte of its own.
 _NARROW = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"})
 _INDEX_ENTRY_NBYTES = 16
-_CRC_NBYTES = 4
 _MAX_NDIM = 32
 
 
@@ -47,7 +47,7 @@ class Array:
     inner: tuple[int, ...]
     """Shape of what is coded by itself: a part of ``chunks`` where chunks are shards, else the same."""
     codec: str | None
-    """Of ``inner``: ``zstd``, ``zlib``, ``gzip``, or None where its bytes stand as they are."""
+    """Of ``inner``: steps of `storage.codecs`, or None where its bytes stand as they are."""
     is_sharded: bool
     tail_nbytes: int
     """Bytes of a checksum behind each coded piece."""
@@ -55,6 +55,8 @@ class Array:
     separator: str
     is_filled_with_zeros: bool
     """Whether a chunk that is not stored holds zeros."""
+    order: tuple[int, ...] | None = None
+    """Dimensions from the slowest to the fastest one, None for row-major."""
 
     @property
     def n_inner(self) -> int:
@@ -69,7 +71,7 @@ class Array:
     @property
     def index_nbytes(self) -> int:
         """Bytes of the index at the end of a shard: offset and length of each piece, and a CRC-32C."""
-        return self.n_inner * _INDEX_ENTRY_NBYTES + _CRC_NBYTES if self.is_sharded else 0
+        return self.n_inner * _INDEX_ENTRY_NBYTES + CRC_NBYTES if self.is_sharded else 0
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -131,19 +133,19 @@ def zarr2_name(dtype: DType) -> str | None:
 
 
 def _version2(fields: Mapping[str, Any], where: str) -> Array:
-    if fields["zarr_format"] != 2 or fields.get("order", "C") != "C" or fields.get("filters"):
+    if fields["zarr_format"] != 2 or fields.get("order", "C") not in ("C", "F"):
         raise Unsupported(
-            f"zarr_format {fields['zarr_format']}, order {fields.get('order')!r}, filters {fields.get('filters')}: "
-            "expected version 2 or 3, C, none",
+            f"zarr_format {fields['zarr_format']}, order {fields.get('order')!r}: expected version 2 or 3, C or F",
             where=where,
         )
     name = fields["dtype"]
     is_big = isinstance(name, str) and name.startswith(">")
     kind = DTYPES.get(_ZARR2.get(str(name).lstrip("<>|="), str(name)))
     shape, chunks = tuple(fields["shape"]), tuple(fields["chunks"])
-    codec = _codec(fields.get("compressor"), "id", where)
     separator = fields.get("dimension_separator", ".")
     dtype = kind or _narrow(str(name), where)
+    codec = steps_of_version2(fields.get("compressor"), fields.get("filters") or (), dtype.itemsize, where)
+    is_reversed = fields.get("order") == "F" and len(shape) > 1
     return Array(
         dtype=dtype,
         is_big_endian=is_big and dtype.component_bytes > 1,
@@ -156,6 +158,7 @@ def _version2(fields: Mapping[str, Any], where: str) -> Array:
         version=2,
         separator=separator,
         is_filled_with_zeros=not fields.get("fill_value"),
+        order=tuple(reversed(range(len(shape)))) if is_reversed else None,
     )
 
 
@@ -178,39 +181,21 @@ def _version3(fields: Mapping[str, Any], where: str) -> Array:
         if len(codecs) > 1 or index != ["bytes", "crc32c"] or sharding.get("index_location", "end") != "end":
             raise Unsupported("shards that are coded again, or with an index elsewhere than at their end", where=where)
         inner, codecs = tuple(sharding["chunk_shape"]), sharding["codecs"]
-    is_big, codec, tail = _chain(codecs, where)
+    chain = chain_of(codecs, len(shape), dtype.itemsize, where)
     return Array(
         dtype=dtype,
-        is_big_endian=is_big and dtype.component_bytes > 1,
+        is_big_endian=chain.is_big_endian and dtype.component_bytes > 1,
         shape=shape,
         chunks=chunks,
         inner=inner,
-        codec=codec,
+        codec=chain.codec,
         is_sharded=is_sharded,
-        tail_nbytes=tail,
+        tail_nbytes=chain.tail_nbytes,
         version=3,
         separator=separator,
         is_filled_with_zeros=not fields.get("fill_value"),
+        order=chain.order,
     )
-
-
-def _chain(codecs: Sequence[Mapping[str, Any]], where: str) -> tuple[bool, str | None, int]:
-    """Byte order, codec and trailing bytes of ``bytes``, then perhaps a compression, then perhaps a checksum."""
-    names = [one["name"] for one in codecs]
-    if names[:1] != ["bytes"] or (tail := names[-1] == "crc32c") + 2 < len(names):
-        raise Unsupported(f"codecs {names}: expected bytes, then at most a compression and crc32c", where=where)
-    is_big = codecs[0].get("configuration", {}).get("endian") == "big"
-    codec = _codec(codecs[1], "name", where) if len(names) - tail > 1 else None
-    return is_big, codec, _CRC_NBYTES * tail
-
-
-def _codec(described: Mapping[str, Any] | None, key: str, where: str) -> str | None:
-    if described is None:
-        return None
-    name = described[key]
-    if name not in ("zstd", "zlib", "gzip"):
-        raise Unsupported(f"chunks are compressed with {name!r}, expected zstd, zlib, gzip or nothing", where=where)
-    return str(name)
 
 
 def _narrow(name: str, where: str) -> DType:

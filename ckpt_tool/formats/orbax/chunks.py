@@ -22,7 +22,7 @@ from ckpt_tool.formats.orbax.arrays import DESCRIPTIONS, Array, parse_array
 from ckpt_tool.formats.orbax.ocdbt import Inline, Value
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import FileEntry, FileRange
-from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.manifest.tables import ChunkFlag, IntArray
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["Filled", "Stored", "add_chunks", "arrays_of", "shard_indexes"]
@@ -277,7 +277,7 @@ class _Places:
             np.array(array.inner, dtype=np.int64)[None, :],
         ).reshape(n, ndim)
         sizes = np.minimum(whole, np.array(array.shape, dtype=np.int64) - offsets)
-        strides = contiguous_strides_columns(whole)
+        strides = _strides(whole, array.order)
         spans = ((sizes - 1) * strides).sum(axis=1) + 1
         is_cut = bool((sizes != whole).any())
         self.columns.add_chunks(
@@ -289,5 +289,14 @@ class _Places:
             length=spans * array.dtype.itemsize,
             rank=self.ranks,
             flags=int(ChunkFlag.BIG_ENDIAN) if array.is_big_endian else 0,
-            strides=strides if is_cut else None,
+            strides=strides if is_cut or array.order is not None else None,
         )
+
+
+def _strides(whole: IntArray, order: tuple[int, ...] | None) -> IntArray:
+    """int64[n, ndim]: strides of packed boxes whose dimensions lie in ``order``, the slowest first."""
+    if order is None:
+        return contiguous_strides_columns(whole)
+    strides = np.empty_like(whole)
+    strides[:, order] = contiguous_strides_columns(whole[:, order])
+    return strides

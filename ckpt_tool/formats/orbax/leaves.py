@@ -7,7 +7,6 @@ are in the description alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.records import dataclass
 
 __all__ = ["NewLeaf", "leaves_of", "tree_document"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +20,7 @@ from ckpt_tool.formats.orbax.arrays import zarr2_name
 from ckpt_tool.formats.orbax.leaves import NewLeaf, leaves_of, tree_document
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "OrbaxWriter"]
 

@@ -204,10 +204,12 @@ def test_a_grid_of_chunks_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"compressor": {"id": "blosc"}}, "compressed with 'blosc'"),
+        ({"compressor": {"id": "zfpy"}}, "coded with 'zfpy', expected one of zstd, "),
+        ({"compressor": {"id": "lzma", "format": 3}}, "coded with 'lzma'"),
         ({"dtype": "<M8[ns]"}, "element type"),
-        ({"filters": [{"id": "delta"}]}, "filters"),
-        ({"order": "F"}, "order"),
+        ({"filters": [{"id": "delta"}]}, "coded with 'delta'"),
+        ({"filters": [{"id": "shuffle", "elementsize": 0}]}, "coded with 'shuffle'"),
+        ({"order": "K"}, "order"),
     ],
 )
 def test_codings_that_are_not_known(fields: dict[str, Any], message: str) -> None:
