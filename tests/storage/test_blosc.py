@@ -64,9 +64,9 @@ def container(codec: str = "lz4", shuffle: int = 1) -> bytearray:
     return bytearray(base64.b64decode(CONTAINERS[codec, shuffle]))
 
 
-def unpacked(content: bytes) -> bytes:
+def unpacked(content: bytes | bytearray) -> bytes:
     """What a container holds."""
-    return b"".join(content_blocks(io.BytesIO(content), "blosc", "here"))
+    return b"".join(content_blocks(io.BytesIO(bytes(content)), "blosc", "here"))
 
 
 @pytest.mark.parametrize(("codec", "shuffle"), [key for key in CONTAINERS if key[0] != "blosclz"])

@@ -20,7 +20,7 @@ from ckpt_tool.records import dataclass
 __all__ = ["NewLeaf", "leaves_of", "tree_document"]
 
 _SEQUENCE, _DICT = 1, 2
-_EMPTY = {dict: "Dict", list: "List", tuple: "Tuple"}
+_EMPTY = ("None", "Dict", "List", "Tuple")
 _SHOWN = 3
 
 
@@ -81,7 +81,7 @@ def _walk(value: Any, path: KeyPath) -> Iterator[NewLeaf]:
     if isinstance(value, _Row):
         yield NewLeaf(path, "np.ndarray", value.number)
     elif isinstance(value, Mapping | list | tuple) and not value:
-        yield NewLeaf(path, next((kind for one, kind in _EMPTY.items() if isinstance(value, one)), "Dict"))
+        yield NewLeaf(path, "List" if isinstance(value, list) else "Tuple" if isinstance(value, tuple) else "Dict")
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _walk(inner, (*path, str(key)))
@@ -115,7 +115,7 @@ def tree_document(leaves: list[NewLeaf], write_shapes: Mapping[str, list[int]]) 
     rows = {}
     for leaf in leaves:
         keys = [{"key": str(key), "key_type": _SEQUENCE if isinstance(key, int) else _DICT} for key in leaf.path]
-        said: dict[str, Any] = {"value_type": leaf.kind, "skip_deserialize": leaf.kind in ("None", *_EMPTY.values())}
+        said: dict[str, Any] = {"value_type": leaf.kind, "skip_deserialize": leaf.kind in _EMPTY}
         if leaf.name in write_shapes:
             said["write_shape"] = write_shapes[leaf.name]
         rows[str(tuple(map(str, leaf.path)))] = {"key_metadata": keys, "value_metadata": said}
