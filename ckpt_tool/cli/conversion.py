@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 _RESUME = "the same command with --resume goes on where this one stopped"
 
-__all__ = ["run_conversion", "save_plan", "show_plan"]
+__all__ = ["run_conversion"]
 
 
-def show_plan(sink: Output, conversion: Conversion) -> None:
+def _show_plan(sink: Output, conversion: Conversion) -> None:
     """Print what would be done. With --json the document is `Conversion.summary`'s."""
     sink.show(plan_lines(conversion, width=sink.width))
     _show_differences(sink, conversion)
     sink.json(conversion.summary())
 
 
-def save_plan(sink: Output, conversion: Conversion, path: str) -> None:
+def _save_plan(sink: Output, conversion: Conversion, path: str) -> None:
     """Write every byte range of the plan as JSON; ``-`` is stdout.
 
     Raises:
@@ -58,9 +58,10 @@ def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_
         if not is_first and dry_run:
             return  # the first process shows the plan
         if plan_json is not None and is_first:
-            save_plan(sink, conversion, plan_json)
+            _save_plan(sink, conversion, plan_json)
         if dry_run:
-            show_plan(sink, conversion)
+            _show_plan(sink, conversion)
+            sink.values([] if plan_json == "-" else [conversion.plan.fingerprint])
             return
         stats = conversion.plan.stats
         formats = f"{conversion.plan.source.format} to {conversion.plan.target.format}, {mesh_text(conversion.mesh)}"

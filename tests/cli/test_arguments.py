@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -86,8 +87,20 @@ def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr("ckpt_tool.api.convert.reshard.prepare_reshard", recorder)
     assert main(["plan", "A", "--tp", "2", "--memory", "1GB"]) == 2
-    assert recorder.args == ("A", "memory://plan")
-    assert recorder.options == {**RESHARD, "tp": 2, "memory_budget_bytes": 10**9}
+    named = {"source": "A", "target": "memory://plan", "tp": 2, "memory_budget_bytes": 10**9}
+    assert recorder.options == {**RESHARD, **NAMES, **MEGATRON, **RUN, "sidecar": None, **named}
+
+
+def test_plan_has_the_options_of_reshard(capsys: pytest.CaptureFixture[str]) -> None:
+    """But not those of writing."""
+    listed = {}
+    for command in ("plan", "reshard"):
+        assert main([command, "--help"]) == 0
+        listed[command] = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+    only_reshard = listed["reshard"] - listed["plan"]
+    assert listed["plan"] < listed["reshard"]
+    assert {"--overwrite", "--resume", "--processes", "--dry-run"} <= only_reshard
+    assert not only_reshard & {"--tp", "--names", "--family", "--arg", "--optim-style", "--memory", "--plan-json"}
 
 
 @pytest.mark.parametrize(

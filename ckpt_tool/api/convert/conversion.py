@@ -38,7 +38,6 @@ __all__ = [
     "Execution",
     "build_conversion",
     "cast_model",
-    "default_workers",
     "manifest_url_for",
     "whole_boxes",
 ]
@@ -307,11 +306,6 @@ def whole_boxes(tensors: TensorTable) -> BoxTable:
     n = len(tensors)
     offsets: IntArray = np.zeros_like(tensors.shape)
     return BoxTable(np.arange(n, dtype=np.int32), offsets, tensors.shape, np.zeros(n, dtype=np.int32))
-
-
-def default_workers() -> int:
-    """Threads that are worth having on this machine."""
-    return max(1, min(os.cpu_count() or 1, 8))
 
 
 def manifest_url_for(target_url: str | os.PathLike[str], wanted: str | os.PathLike[str] | None) -> str | None:

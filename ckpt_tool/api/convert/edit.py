@@ -14,11 +14,11 @@ from ckpt_tool.api.convert.conversion import (
     Dropped,
     Execution,
     build_conversion,
-    default_workers,
     whole_boxes,
 )
 from ckpt_tool.api.convert.edit_names import NameChanges, NewNames, new_names
 from ckpt_tool.api.convert.names import renamed
+from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.engine.edited_files import TakenOver, write_edited
 from ckpt_tool.errors import Unsupported, UsageError
 from ckpt_tool.formats.base import WriterOptions
@@ -115,7 +115,7 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
             if fix_index or metadata or repair:
                 raise UsageError(f"{checkpoint.format} has no index and no free metadata", where=checkpoint.url)
             execution = Execution(
-                memory_budget_bytes, default_workers(), overwrite or in_place, resume=False, durable=durable
+                memory_budget_bytes, moving_workers(), overwrite or in_place, resume=False, durable=durable
             )
             return _rewritten(checkpoint, url, names, execution)
         found = editor(checkpoint.format)

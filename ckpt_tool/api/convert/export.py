@@ -16,7 +16,6 @@ from ckpt_tool.api.convert.conversion import (
     Execution,
     build_conversion,
     cast_model,
-    default_workers,
     manifest_url_for,
     whole_boxes,
 )
@@ -26,6 +25,7 @@ from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.convert.tied import without_tied
+from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.team import Share
@@ -166,7 +166,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         options=WriterOptions(max_shard_nbytes=max_shard_nbytes),
         execution=Execution(
             memory_budget_bytes,
-            n_workers or default_workers(),
+            moving_workers(n_workers),
             overwrite,
             resume,
             durable,

@@ -17,7 +17,6 @@ from ckpt_tool.api.convert.conversion import (
     Execution,
     build_conversion,
     cast_model,
-    default_workers,
     manifest_url_for,
     whole_boxes,
 )
@@ -26,6 +25,7 @@ from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.api.rules import rules_for
+from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.team import Share
@@ -222,7 +222,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             options=options,
             execution=Execution(
                 memory_budget_bytes,
-                n_workers or default_workers(),
+                moving_workers(n_workers),
                 overwrite,
                 resume,
                 durable,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
-from ckpt_tool.api.convert.conversion import default_workers
+from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 
@@ -79,6 +79,6 @@ def _share(index: str, count: str, where: str) -> Share:
 
 def shared_options(options: Mapping[str, Any], n_processes: int) -> dict[str, Any]:
     """Arguments of a conversion for each of several processes of one machine, which share its threads and memory."""
-    n_workers = options.get("n_workers") or max(1, default_workers() // n_processes)
+    n_workers = options.get("n_workers") or max(1, moving_workers() // n_processes)
     memory = options.get("memory_budget_bytes", DEFAULT_MEMORY_BYTES) // n_processes
     return {**options, "n_workers": n_workers, "memory_budget_bytes": memory}

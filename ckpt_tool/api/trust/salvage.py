@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
-from ckpt_tool.api.convert.conversion import ConversionResult, Execution, build_conversion, default_workers, whole_boxes
+from ckpt_tool.api.convert.conversion import ConversionResult, Execution, build_conversion, whole_boxes
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.digest import take_digests
 from ckpt_tool.api.manifest_file import manifest_beside, write_text
 from ckpt_tool.api.trust.verify import verify
+from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.headers import is_resolved, resolve_all, restricted
 from ckpt_tool.checks.tolerant import TolerantReading, read_tolerantly
@@ -240,7 +241,7 @@ def _write(
     chosen = only_tensors(manifest, rows)
     name = _format(checkpoint.format, url)
     execution = Execution(
-        DEFAULT_MEMORY_BYTES, default_workers(), overwrite, resume=False, durable=durable,
+        DEFAULT_MEMORY_BYTES, moving_workers(), overwrite, resume=False, durable=durable,
         manifest_url=manifest_beside(url),
     )  # fmt: skip
     for own, objects in ((name, blobs if name != "safetensors" else ()), ("dcp", blobs)):
