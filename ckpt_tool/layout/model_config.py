@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.layout.rope import RopeKind, rope_arguments, rope_config, rope_kinds
 from ckpt_tool.layout.rules import check_keys
 from ckpt_tool.records import dataclass
 
@@ -22,12 +23,6 @@ else:
 
 __all__ = ["Translated", "arguments_of", "config_of", "known_types"]
 
-_SCALED_ROPE = ("rope_scaling", "rope_parameters")
-_PLAIN_ROPE = (None, "default")
-_LLAMA3_ROPE = {
-    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-"""What Megatron does with ``use_rope_scaling`` (core 0.19, ``models/common/embeddings/rotary_pos_embedding.py``)."""
 _KINDS = ("", "not", "dense first", "times moe")
 _WITH_DEFAULT = ("num_query_groups", "kv_channels")
 
@@ -91,6 +86,7 @@ class _Model:
 class _Table:
     same: tuple[_Same, ...]
     models: Mapping[str, _Model]
+    rope: tuple[RopeKind, ...]
 
 
 @cache
@@ -98,7 +94,7 @@ def _table() -> _Table:
     """Reads the package's own file, once."""
     text = Path(__file__).with_name("configs.toml").read_text(encoding="utf-8")
     document = tomllib.loads(text)
-    check_keys(document, {"same", "model"}, "configs.toml")
+    check_keys(document, {"same", "model", "rope"}, "configs.toml")
     models: dict[str, _Model] = {}
     for entry in document["model"]:
         check_keys(entry, {"type", "architecture", "like", "arguments", "config"}, "configs.toml")
@@ -106,7 +102,9 @@ def _table() -> _Table:
         arguments = {**base.arguments, **entry.get("arguments", {})}
         config = entry.get("config", base.config)
         models[entry["type"]] = _Model(entry["type"], entry["architecture"], arguments, config)
-    return _Table(tuple(_same(entry) for entry in document["same"]), models)
+    return _Table(
+        tuple(_same(entry) for entry in document["same"]), models, rope_kinds(document["rope"], "configs.toml")
+    )
 
 
 def _same(entry: Mapping[str, Any]) -> _Same:
@@ -158,7 +156,10 @@ def arguments_of(config: Mapping[str, Any], where: str) -> Translated:
     values["group_query_attention"] = groups != heads
     values.setdefault("kv_channels", values["hidden_size"] // heads)
     notes = list(_differences(config, model, where))
-    values |= _scaled_rope(config, notes)
+    latent = bool(values.get("multi_latent_attention"))
+    stretched, said = rope_arguments(_table().rope, config, latent=latent)
+    values |= stretched
+    notes += said
     return Translated(values, tuple(notes))
 
 
@@ -190,18 +191,6 @@ def _differences(config: Mapping[str, Any], model: _Model, where: str) -> Iterat
         yield f"sliding_window {config['sliding_window']} is not among the arguments written: say --window-size"
     if model.type == "gemma":
         yield "gemma scales its embedding and gates with GeLU: Megatron-LM has no arguments for either"
-
-
-def _scaled_rope(config: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Arguments of a rotary embedding that is stretched: Llama 3's way only; others are said."""
-    scaling = next((table for key in _SCALED_ROPE if isinstance(table := config.get(key), Mapping)), {})
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in _PLAIN_ROPE:
-        return {}
-    if kind == "llama3":
-        return {"use_rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}
-    notes.append(f"rope scaling {kind!r} of the config is not among the arguments written: say it to Megatron")
-    return {}
 
 
 def config_of(args: Mapping[str, Any], model_types: Sequence[str], *, n_tokens: int | None) -> Translated:
@@ -236,12 +225,14 @@ def config_of(args: Mapping[str, Any], model_types: Sequence[str], *, n_tokens: 
     if n_tokens is not None:
         values["vocab_size"] = n_tokens
         missing = [name for name in missing if name != "vocab_size"]
+    stretched, unsaid = rope_config(_table().rope, args)
+    missing += unsaid
+    if stretched is not None:
+        values["rope_scaling"] = stretched
     if missing:
         return Translated(
             {}, (f"no config.json is written: the checkpoint does not tell args.{', args.'.join(missing)}",)
         )
-    if args.get("use_rope_scaling"):
-        values["rope_scaling"] = {**_LLAMA3_ROPE, "factor": float(args.get("rope_scaling_factor", 8.0))}
     notes = [f"config.json is made of the run's arguments, for model_type {model.type}"]
     if len(fitting) > 1:
         notes[0] += f" ({' and '.join(one.type for one in fitting[1:])} would fit as well)"
@@ -260,6 +251,7 @@ def _against(args: Mapping[str, Any], model: _Model) -> list[str]:
     """Arguments that models of this type do not have."""
     ignored = {"attention_dropout", "hidden_dropout", "add_position_embedding", "moe_router_load_balancing_type"}
     ignored |= {same.argument for same in _table().same if same.is_of(model.type)}
+    ignored |= {name for kind in _table().rope if kind.fits_arguments(args) for name in kind.set}
     return [
         f"args.{name} is {args[name]!r}, {model.type} has {value!r}"
         for name, value in model.arguments.items()

@@ -323,3 +323,55 @@ def test_arguments_are_json_or_text() -> None:
     assert parse_arguments(["a=1", "b=x", "c=[1]", "d=null"]) == {"a": 1, "b": "x", "c": [1], "d": None}
     with pytest.raises(UsageError, match="NAME=VALUE"):
         parse_arguments(["a"])
+
+
+def fused(weights: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The same as transformers 5 has it while it runs: experts of a layer in one tensor, gates in front of ups."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    experts: dict[str, dict[int, dict[str, npt.NDArray[Any]]]] = {}
+    for name, array in weights.items():
+        stem, is_expert, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if not is_expert:
+            found[stem] = array
+            continue
+        number, part, *_ = rest.split(".")
+        experts.setdefault(stem, {}).setdefault(int(number), {})[part.removesuffix("_proj")] = array
+    for stem, of_layer in experts.items():
+        parts = [of_layer[number] for number in sorted(of_layer)]
+        gate, up, down = ("w1", "w3", "w2") if "w1" in parts[0] else ("gate", "up", "down")
+        found[f"{stem}.experts.gate_up_proj"] = np.stack([np.concatenate([own[gate], own[up]]) for own in parts])
+        found[f"{stem}.experts.down_proj"] = np.stack([own[down] for own in parts])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "config"),
+    [
+        (
+            "mixtral",
+            model(experts="mixtral"),
+            config_of("mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2),
+        ),
+        (
+            "qwen_moe",
+            model(experts="qwen"),
+            config_of("qwen3_moe", num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=WIDTH),
+        ),
+        ("deepseek", latent_model(), config_of("deepseek_v3", **LATENT)),
+    ],
+    ids=["mixtral", "qwen_moe", "deepseek"],
+)
+def test_experts_of_a_layer_in_one_tensor(family: str, weights: Arrays, config: dict[str, Any], tmp_path: Path) -> None:
+    """Names of transformers 5 in a running job, there and back: what Megatron gets is what it gets of single experts."""
+    apart = saved(tmp_path / "apart", weights, config)
+    joined = saved(tmp_path / "joined", fused(weights), config)
+    options: dict[str, Any] = {"to": "megatron-dist", "tp": 2, "arguments": DIVISOR, "durable": False}
+    reshard(apart, tmp_path / "one", **options)
+    reshard(joined, tmp_path / "two", **options)
+    expected, found = read(tmp_path / "one"), read(tmp_path / "two")
+    assert {fqn: a.tobytes() for fqn, a in found.items()} == {fqn: a.tobytes() for fqn, a in expected.items()}
+    export(tmp_path / "two", tmp_path / "back", family=f"{family}_fused", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: (a.shape, a.tobytes()) for fqn, a in back.items()} == {
+        fqn: (a.shape, a.tobytes()) for fqn, a in fused(weights).items()
+    }

@@ -88,7 +88,8 @@ if __name__ == "__main__":
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor, mtp_block_spec=mtp,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor, mtp_block_spec=mtp,
     )  # fmt: skip
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))

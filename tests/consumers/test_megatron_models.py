@@ -58,6 +58,8 @@ MLA = {
     "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+THETA = {"rope_theta": 10000.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0, **THETA}
 MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     # model type, config, what --family calls it, further arguments of Megatron
     "llama": ("llama", {}, "llama", ""),
@@ -77,6 +79,36 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "deepseek_v2": (
         "deepseek_v2",
         {**MLA, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+        "deepseek",
+        "",
+    ),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}, "llama", ""),
+    "llama, llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                **THETA,
+            },
+        },
+        "llama",
+        "",
+    ),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", **YARN}}, "llama", ""),
+    "deepseek_v3, yarn": (
+        "deepseek_v3",
+        {
+            **MLA,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **YARN},
+        },
         "deepseek",
         "",
     ),
