@@ -158,6 +158,11 @@ def test_heavy_import_is_seen() -> None:
             ["imports torch, which belongs to engine.distributed, engine.save, frameworks"],
             id="torch",
         ),
+        pytest.param(
+            {"formats/megatron/reader": "from megatron.core import dist_checkpointing"},
+            ["imports megatron, which belongs to nobody"],
+            id="R65-programs-whose-files-are-read",
+        ),
         pytest.param({"api": "from rich.table import Table"}, ["imports rich, which belongs to cli"], id="rich"),
         pytest.param({"formats/dcp": "import fsspec"}, ["imports fsspec, which belongs to storage"], id="fsspec"),
         pytest.param(

@@ -55,7 +55,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.rank_pt.reader", "READER", ""),
     ("ckpt_tool.formats.torch_save.reader", "READER", ""),
 )
-_ALIASES = {"torch": "torch-save"}
+_ALIASES = {"torch": "torch-save", "megatron": "megatron-dist"}
 _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
