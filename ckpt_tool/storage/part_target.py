@@ -15,18 +15,16 @@ from contextlib import contextmanager, suppress
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
+from ckpt_tool.storage.part_commit import delete_old, measure
 from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads
 from ckpt_tool.storage.parts import Begun, Bytes, PartPlace
 from ckpt_tool.storage.urls import check_path, join_url
 
-__all__ = ["COMMIT_NAMES", "PartTarget"]
+__all__ = ["PartTarget"]
 
 HELD_BYTES = 64 << 20
 """A last file up to this size is held back in memory and written at once; a larger one is joined last. Of a target that
 is one file only the smallest are held."""
-
-# Files that make a folder a checkpoint in one format or another: gone first when an old target is replaced.
-COMMIT_NAMES = (".metadata", "index.json", "metadata.json", "latest", "latest_checkpointed_iteration.txt")
 
 _WRITING = b"Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or with --overwrite.\n"
 _JOINING = b"Unfinished output of ckpt, all bytes are there: run the same command with --resume.\n"
@@ -166,12 +164,13 @@ class PartTarget:
         with _resumable():
             self._uploads.flush()
             if not (self._single_file or self._place.is_named_last):
-                self._delete_old()
+                delete_old(self._place, self._old)
+                self._old = []
             if not self._is_joining:
                 self._place.put(MARKER_NAME, _JOINING)
             others = [file for file in self._files.values() if not (file.is_last or file.is_joined)]
             fetch_all(lambda file: self._uploads.join(file, is_new=False), others, concurrency=N_UPLOADS)
-            self._measure()
+            measure(self._place, {file.path: file.nbytes for file in self._files.values() if not file.is_last})
             is_new = not (self._single_file and self._overwrite)
             for file in last:
                 if not (file.is_joined or self._uploads.join(file, is_new=is_new)):
@@ -222,26 +221,6 @@ class PartTarget:
         self._begun = {}
         self._is_joining = False
         self.journal.delete()
-
-    def _measure(self) -> None:
-        """Raise when the storage does not have every joined file in its full size."""
-        found = self._place.files()
-        for file in self._files.values():
-            if not file.is_last and found.get(file.path) != file.nbytes:
-                got = found.get(file.path)
-                message = (
-                    f"expected {file.nbytes:,} bytes after joining the parts, got {'none' if got is None else got}"
-                )
-                raise StorageError(message, where=file.where)
-
-    def _delete_old(self) -> None:
-        """Delete the old target, first what makes it a checkpoint."""
-        first = [path for path in self._old if path.endswith(COMMIT_NAMES)]
-        for path in first:
-            self._place.delete(path)
-        rest = sorted(set(self._old) - set(first))
-        fetch_all(self._place.delete, rest, concurrency=N_UPLOADS)
-        self._old = []
 
 
 class _RemoteLog:

@@ -45,6 +45,8 @@ class Begun:
     """What the storage calls it."""
     parts: Mapping[int, Part] = field(default_factory=dict)
     """By number, from 1."""
+    modified: float | None = None
+    """When the last part came, or it was begun, seconds since 1970; None where the storage does not tell."""
 
 
 class PartPlace(Protocol):
@@ -68,6 +70,10 @@ class PartPlace(Protocol):
 
     def begun(self) -> dict[str, Begun]:
         """Files in parts; of several beginnings of one file the one with most parts, the others are dropped."""
+        ...
+
+    def under_way(self) -> list[tuple[str, Begun]]:
+        """Path of every beginning, several of one file among them; none is dropped."""
         ...
 
     def begin(self, path: str) -> str:

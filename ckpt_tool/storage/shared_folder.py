@@ -12,15 +12,19 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
-from ckpt_tool.errors import StorageError, TargetExists
+from ckpt_tool.errors import StorageError, TargetExists, UsageError
 from ckpt_tool.storage.kernel import start_writeback
 from ckpt_tool.storage.local_target import MARKER_NAME
+from ckpt_tool.storage.part_places import part_place
 from ckpt_tool.storage.renaming import remove, swap_in, sync_folder
-from ckpt_tool.storage.urls import check_path, is_local, local_path
+from ckpt_tool.storage.urls import check_path, is_local, local_path, scheme_of
 
-__all__ = ["SharedFile", "SharedFolder", "SharedTarget", "leftovers", "open_shared"]
+__all__ = ["Receipts", "SharedFile", "SharedFolder", "SharedTarget", "leftovers", "open_shared"]
+
+Receipts = Mapping[str, Any]
+"""By path, what ``finish`` of a file has returned."""
 
 _IOV_MAX = 1024
 _MARKER_TEXT = "A save that has not ended: not a checkpoint. If no job is writing here, delete it, or run ckpt clean.\n"
@@ -35,8 +39,8 @@ class SharedFile(Protocol):
         """Append ``buffers``, which may be reused after the call."""
         ...
 
-    def finish(self) -> None:
-        """Make it durable."""
+    def finish(self) -> Any:
+        """Make it durable; what the process that commits must know of it, as JSON. None: the path says it all."""
         ...
 
     def abandon(self) -> None:
@@ -55,7 +59,7 @@ class SharedTarget(Protocol):
         """A file of ``nbytes`` in the making."""
         ...
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]]) -> None:
+    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:
         """Make the target a checkpoint, given all ``files`` and their sizes; ``last`` are written now, in order."""
         ...
 
@@ -65,9 +69,21 @@ class SharedTarget(Protocol):
 
 
 def open_shared(url: str, token: str, *, overwrite: bool, durable: bool) -> SharedTarget:
-    """A target for the save called ``token`` (8 hexadecimal digits); opens nothing yet."""
+    """A target for the save called ``token`` (8 hexadecimal digits); writes nothing yet.
+
+    Raises:
+        UsageError: the storage is the memory of one process, or nobody knows it.
+    """
     if is_local(url):
         return SharedFolder(url, token, overwrite=overwrite, durable=durable)
+    if scheme_of(url) == "memory":
+        hint = "save to a path that all ranks see, or to s3:// or hdfs://"
+        raise UsageError("is the memory of one process, which no other one sees", where=url, hint=hint)
+    place = part_place(url, single_file=False, token=token)
+    if place is not None:
+        from ckpt_tool.storage.shared_parts import SharedParts
+
+        return SharedParts(place, token, overwrite=overwrite)
     from ckpt_tool.storage.shared_remote import SharedRemote  # fsspec costs 80 ms of start-up
 
     return SharedRemote(url)
@@ -129,7 +145,7 @@ class SharedFolder:
             raise _failure(error, full, nbytes) from error
         return _LocalFile(fd, full, nbytes, durable=self._durable)
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]]) -> None:
+    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:  # noqa: ARG002 - names say it all
         """Check that all files are there, write the last ones, and give the folder its name.
 
         Raises:

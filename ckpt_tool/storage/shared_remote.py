@@ -1,7 +1,8 @@
-"""A remote folder that several processes write together, each its own files, front to back.
+"""A remote folder that several processes write together by what fsspec offers, each its own files, front to back.
 
-Object stores know no rename: files get their final names at once, and the one that makes them a checkpoint is uploaded
-last. A checkpoint that is there already cannot be replaced in one step, so it is refused.
+For storage that takes no parts one by one (see ``shared_parts``). Files get their final names at once, and the one that
+makes them a checkpoint is uploaded last. A checkpoint that is there already cannot be replaced in one step, so it is
+refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fsspec.spec import AbstractBufferedFile
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
+from ckpt_tool.storage.shared_folder import Receipts
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["SharedRemote"]
@@ -54,12 +56,14 @@ class SharedRemote:
         self._written.append(key)
         return RemoteFile(handle, where, nbytes)
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]]) -> None:
+    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:  # noqa: ARG002 - names say it all
         """Check that all files are there, then upload the last ones, in order.
 
         Raises:
+            TargetExists: another checkpoint of this name has been completed in the meantime.
             StorageError: a file is not there or has another size; the storage refused.
         """
+        self.check()
         self._fs.invalidate_cache()
         listed = retried(lambda: self._fs.find(self._root, detail=True), where=self.url)
         for path, nbytes in files.items():

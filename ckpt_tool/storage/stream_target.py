@@ -16,7 +16,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists, UsageError
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.storage.part_target import COMMIT_NAMES
+from ckpt_tool.storage.part_commit import COMMIT_NAMES
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
 from ckpt_tool.storage.traffic import current_traffic

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
-from ckpt_tool.storage.parts import Bytes, PartPlace
-from ckpt_tool.storage.urls import is_local, scheme_of
+from ckpt_tool.storage.part_places import part_place
+from ckpt_tool.storage.parts import Bytes
+from ckpt_tool.storage.urls import is_local
 
 __all__ = ["JOURNAL_NAME", "MARKER_NAME", "Bytes", "LocalTarget", "Log", "Target", "open_target"]
 
@@ -119,7 +120,7 @@ def open_target(
         return LocalTarget(
             text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file, joins=joins
         )
-    place = _part_place(text, single_file=single_file)
+    place = part_place(text, single_file=single_file)
     if place is not None:
         from ckpt_tool.storage.part_target import PartTarget  # local targets do without its 6 ms
 
@@ -130,18 +131,3 @@ def open_target(
         hint = 'start anew with "--overwrite"'
         raise UsageError("a run to this storage cannot be resumed, its parts are gone", where=text, hint=hint)
     return StreamTarget(text, overwrite=overwrite, single_file=single_file)
-
-
-def _part_place(url: str, *, single_file: bool) -> PartPlace | None:
-    """The place of a URL whose storage takes parts, None for others."""
-    match scheme_of(url):
-        case "s3" | "s3a":
-            from ckpt_tool.storage.s3.place import S3Place
-
-            return S3Place(url, single_file=single_file)
-        case "hdfs" | "viewfs":
-            from ckpt_tool.storage.hdfs.place import HdfsPlace
-
-            return HdfsPlace(url, single_file=single_file)
-        case _:
-            return None

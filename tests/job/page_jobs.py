@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import ckpt_tool
 from tests.job import workers
+from tests.storage.s3_server import BUCKET
 
 PAGE = Path(__file__).parents[2] / "docs/in-a-job.md"
 
@@ -56,6 +59,7 @@ def run_page(rank: int, world_size: int, rendezvous: str, out: str) -> None:
             "Megatron's way: sharded state dicts": _megatron(code["Megatron's way: sharded state dicts"], out),
             "A published model into a sharded one": _published(code["A published model into a sharded one"], out),
             "Saving beside the training": _saved(code["Saving beside the training"], f"{out}/run"),
+            "To object storage and back": _remote(code["To object storage and back"]),
         }
         everything: dict[str, Any] = {**told, "blocks": sorted(code)}
         Path(f"{out}/{rank}.json").write_text(json.dumps(everything), encoding="utf-8")
@@ -115,6 +119,23 @@ def _saved(code: str, run: str) -> bool:
         dcp.load(found, checkpoint_id=f"{run}/step-{step}")
         loaded.append(_full(found))
     return loaded == states
+
+
+def _remote(code: str) -> bool:
+    """The bucket is the test's; the block saves and loads one state, which is changed in between."""
+    model, _, _ = _trained(0)
+    truth = _full(model.state_dict())
+    save = ckpt_tool.save
+
+    def changing(state: dict[str, Any], url: str, **options: Any) -> Any:
+        handle = save(state, url, **options)
+        for value in state["model"].values():
+            value.zero_()
+        return handle
+
+    with patch.object(ckpt_tool, "save", changing):
+        exec(code, {"state": {"model": model.state_dict()}, "bucket": f"s3://{BUCKET}/page"})
+    return bool(_full(model.state_dict()) == truth)
 
 
 def _objects(code: str, folder: str) -> bool:

@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.job import page_jobs, workers
+from tests.storage.s3_server import s3_environment, s3_server
 
 pytestmark = pytest.mark.dist
 
 
-def test_code_of_the_page(tmp_path: Path) -> None:
+def test_code_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of code, on two ranks."""
-    workers.start(page_jobs.run_page, 2, tmp_path)
+    with s3_server() as (endpoint, _):
+        for name, value in s3_environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        workers.start(page_jobs.run_page, 2, tmp_path)
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         blocks = told.pop("blocks")

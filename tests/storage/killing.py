@@ -37,7 +37,7 @@ MARKER = "CKPT_UNFINISHED"
 def make_small() -> None:
     """Many units, journal lines and parts in few bytes."""
     vars(checkpoint)["_TILE_BYTES"] = vars(checkpoint)["_UNIT_BYTES"] = 32 << 10
-    vars(moving)["_JOURNAL_BYTES"] = 128 << 10
+    vars(moving)["_JOURNAL_BYTES"] = max(128 << 10, PART_BYTES // 4)  # on a real server each line is an object
     vars(hdfs_place)["PART_LIMITS"] = PartLimits(1 << 20, 1 << 20, 10_000, multiple=1 << 20)
     vars(place)["PART_LIMITS"] = PartLimits(PART_BYTES, PART_BYTES, 10_000)
 

@@ -18,6 +18,8 @@ from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
 MIN_PART_BYTES = 5 << 20
+MODIFIED, INITIATED, PART_CAME = (f"2026-01-01T0{hour}:00:00.000Z" for hour in range(3))
+"""When objects were written, uploads begun and parts sent: all at once."""
 
 
 @dataclass
@@ -152,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             if names[name]:
                 text += (
                     f"<Contents><Key>{quote(name)}</Key><Size>{len(self.bucket.objects[name])}</Size>"
-                    f"<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+                    f"<LastModified>{MODIFIED}</LastModified></Contents>"
                 )
             else:
                 text += f"<CommonPrefixes><Prefix>{quote(name)}</Prefix></CommonPrefixes>"
@@ -161,7 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _list_uploads(self, query: dict[str, str]) -> None:
         rows = [(number, key) for number, (key, _) in self.bucket.uploads.items() if key.startswith(query["prefix"])]
         text = "".join(
-            f"<Upload><Key>{escape(key)}</Key><UploadId>{number}</UploadId></Upload>" for number, key in rows
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{number}</UploadId><Initiated>{INITIATED}</Initiated></Upload>"
+            for number, key in rows
         )
         self._xml(f"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>{text}</ListMultipartUploadsResult>")
 
@@ -173,7 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
         rows = [part for part in sorted(parts) if part > after]
         page = rows[: self.bucket.page_size]
         text = "".join(
-            f"<Part><PartNumber>{part}</PartNumber><ETag>{_etag(parts[part])}</ETag><Size>{len(parts[part])}</Size></Part>"
+            f"<Part><PartNumber>{part}</PartNumber><ETag>{_etag(parts[part])}</ETag><Size>{len(parts[part])}</Size>"
+            f"<LastModified>{PART_CAME}</LastModified></Part>"
             for part in page
         )
         more = f"<IsTruncated>{str(len(rows) > len(page)).lower()}</IsTruncated>"

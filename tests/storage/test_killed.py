@@ -69,7 +69,7 @@ def test_s3_matrix(tmp_path: Path, to: str) -> None:
 @pytest.mark.storage
 def test_seaweedfs_matrix(tmp_path: Path) -> None:
     """Objects of a real server, with parts of 5 MiB."""
-    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=60, rows=1024)
+    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=32, rows=1024)
     with seaweedfs(tmp_path / "weed") as endpoint:
         environment = {**s3_environment(endpoint), "CKPT_KILLING_PART_BYTES": str(5 << 20)}
         found = seen(source, f"s3://{BUCKET}/out", POINTS, **environment)

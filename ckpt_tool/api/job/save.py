@@ -44,7 +44,7 @@ def save(  # noqa: PLR0913 - the options of a command
 
     Args:
         state: nested dicts and lists, as ``{"model": model.state_dict(), "optim": ...}``.
-        url: a folder to be made, as a path that all ranks see, or a URL.
+        url: a folder to be made, as a path that all ranks see, or a URL (S3, HDFS, what fsspec knows).
         async_: return when the state is copied; otherwise when the checkpoint is complete.
         format: a format whose files ranks can write together: ``dcp``, which ``torch.distributed.checkpoint`` reads.
         process_group: the ranks that take part, None for all.
@@ -52,7 +52,8 @@ def save(  # noqa: PLR0913 - the options of a command
         on_resize: what becomes of them when another number of ranks loads: each rank gets that of its number
             (``keep``), none gets any (``drop``), all get that of rank 0 (``rank0``).
         step: what the log of operations calls this save.
-        overwrite: replace a checkpoint that is there already, in one step, once the new one is complete.
+        overwrite: replace a checkpoint that is there already once the new one is complete, in one step but on S3,
+            where the old one goes when all new bytes have arrived.
         durable: wait until bytes are on the device. False for measurements only.
         overlap_staging: return before the state is copied; call ``handle.wait_staged()`` before it is changed.
         timeout_s: longest time that the save may take, and that a rank waits for others.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from ckpt_tool.errors import NotFound, StorageError, Unsupported
+from ckpt_tool.errors import NotFound, StorageError
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.target import MARKER_NAME
 from ckpt_tool.storage.urls import is_local, local_path
@@ -56,22 +56,29 @@ def clean(run: str | os.PathLike[str], *, dry_run: bool = True, min_age_s: float
     """Leftovers in the folder of a run, removed unless ``dry_run``. Checkpoints are not touched, complete or not.
 
     Args:
-        run: a path.
+        run: a path, or a URL of S3 or HDFS.
         dry_run: only list.
         min_age_s: leave what was written to within so many seconds.
 
     Raises:
         NotFound: no such folder.
-        Unsupported: a URL: saves to remote storage leave files under their final names.
+        Unsupported: storage of another kind.
         StorageError: a leftover cannot be removed.
     """
+    newest = time.time() - min_age_s
     if not is_local(run):
-        hint = 'delete folders that "ckpt ls" shows as incomplete with the storage\'s own tools'
-        raise Unsupported("only folders on this machine are cleaned", where=os.fspath(run), hint=hint)
+        from ckpt_tool.api.runs.clean_remote import remote_leftovers
+
+        far = remote_leftovers(os.fspath(run))
+        named = [Leftover(e.path, e.nbytes, e.n_files, e.modified, is_recent=e.modified > newest) for e in far]
+        for leftover, where in zip(named, far, strict=True) if not dry_run else ():
+            if not leftover.is_recent:
+                where.remove()
+        return Cleaning(os.fspath(run), tuple(named), removed=not dry_run)
     root = local_path(run)
     if not os.path.isdir(root):
         raise NotFound("no such folder", where=root)
-    found = tuple(sorted(_leftovers(root, time.time() - min_age_s), key=lambda each: each.path))
+    found = tuple(sorted(_leftovers(root, newest), key=lambda each: each.path))
     for each in found if not dry_run else ():
         if not each.is_recent:
             try:

@@ -79,7 +79,8 @@ class Coordinator:
             raise LayoutError(f"ranks save to different places: {told}")
         files = {path: int(nbytes) for entry in entries for path, nbytes in entry["files"].items()}
         last = self._joined(entries, writer)(list(self._objects(entries)))
-        target.commit(files, [(segment.path, segment.data) for segment in last])
+        receipts = {path: receipt for entry in entries for path, receipt in entry["receipts"].items()}
+        target.commit(files, [(segment.path, segment.data) for segment in last], receipts)
         return sum(files.values()) + sum(len(segment.data) for segment in last)
 
     def _known(self, entry: Mapping[str, Any]) -> Assigned:

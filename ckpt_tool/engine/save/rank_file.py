@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,8 @@ class WrittenFiles:
     objects: tuple[tuple[str, int, int], ...]
     """Path, offset and length of each object."""
     payload_nbytes: int
+    receipts: dict[str, Any]
+    """What storage said of each file, where it said something; see `SharedFile.finish`."""
 
 
 @dataclass(slots=True)
@@ -100,8 +102,8 @@ def write_rank_files(
             block = following
         if objects:
             opened.file(layout.object_path).write([memoryview(data) for data in objects])
-        opened.finish()
-    return WrittenFiles(files, tuple(placed), sum(box.nbytes for box in boxes))
+        receipts = opened.finish()
+    return WrittenFiles(files, tuple(placed), sum(box.nbytes for box in boxes), receipts)
 
 
 class _Open:
@@ -126,9 +128,9 @@ class _Open:
             self._files[path] = self._target.create(path, self._nbytes[path])
         return self._files[path]
 
-    def finish(self) -> None:
-        for path in self._nbytes:
-            self.file(path).finish()
+    def finish(self) -> dict[str, Any]:
+        said = {path: self.file(path).finish() for path in self._nbytes}
+        return {path: receipt for path, receipt in said.items() if receipt is not None}
 
 
 def _blocks(layout: RankLayOut, boxes: Sequence[StagedBox], memory: memoryview) -> Iterator[_Block]:

@@ -72,7 +72,7 @@ class Work:
             self._is_idle.set()
         return {
             "key": command.key, "url": command.url, "files": written.files, "objects": written.objects,
-            "payload_nbytes": written.payload_nbytes, "operations": self._taken(),
+            "receipts": written.receipts, "payload_nbytes": written.payload_nbytes, "operations": self._taken(),
         }  # fmt: skip
 
     def commit(self, coordinator: Coordinator, report: Report) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A folder or file of HDFS as a place for parts: each part is a file, CONCAT makes one of them, a rename names all.
 
-Everything lies in ``<final>.partial`` until then. CONCAT moves no byte but wants full blocks (FSDirConcatOp of Hadoop
-3.3), so that a part is one block; where the cluster does not allow it (encryption zones, snapshots, no WebHDFS), parts
-are copied one after another. Knows no markers and no checkpoints.
+Everything lies in ``<final>.partial`` until then, or with a token in ``<final>.<token>.partial``. CONCAT moves no byte
+but wants full blocks (FSDirConcatOp of Hadoop 3.3), so that a part is one block; where the cluster does not allow it
+(encryption zones, snapshots, no WebHDFS), parts are copied one after another. Knows no markers and no checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HdfsPlace:
 
     is_named_last = True
 
-    def __init__(self, url: str, *, single_file: bool) -> None:
+    def __init__(self, url: str, *, single_file: bool, token: str | None = None) -> None:
         self.url = url
         self.limits = PART_LIMITS
         root, self._final = split_hdfs_url(url)
@@ -44,7 +44,8 @@ class HdfsPlace:
             raise UsageError("is the root folder, and is not written to", where=url, hint="name a folder in it")
         self._client = HdfsClient(root)
         self._single_file = single_file
-        self._partial = f"{self._final}.partial"
+        own = self._final if token is None else f"{self._final}.{token}"
+        self._partial, self._former = f"{own}.partial", f"{own}.replaced"
         self._parts_folder = f"{self._partial}/{_PARTS}"
 
     def old_files(self) -> Sequence[str]:
@@ -67,19 +68,17 @@ class HdfsPlace:
 
     def begun(self) -> dict[str, Begun]:
         """Files with parts."""
-        parts: dict[str, dict[int, Part]] = {}
-        for f in self._client.files(self._parts_folder):
-            token, _, name = f.path.rpartition("/")
-            if not f.is_folder and name.isdecimal():
-                parts.setdefault(token, {})[int(name)] = Part(f.nbytes, name)
         found: dict[str, Begun] = {}
-        for token, own in parts.items():
-            path = unquote(token.rpartition("/")[2]).removeprefix("_")
-            if _was_being_joined(own):
-                self.drop(path, token)
+        for path, begun in self.under_way():
+            if _was_being_joined(begun.parts):
+                self.drop(path, begun.token)
             else:
-                found[path] = Begun(token, own)
+                found[path] = begun
         return found
+
+    def under_way(self) -> list[tuple[str, Begun]]:
+        """Files with parts, each begun once: its path names where they lie."""
+        return [(_path_of(token), Begun(token, own)) for token, own in self._parts().items()]
 
     def begin(self, path: str) -> str:
         """The folder of a file's parts."""
@@ -148,19 +147,27 @@ class HdfsPlace:
         if self._single_file:
             is_named = self._client.rename(f"{self._partial}/{_CONTENT}", self._final, replace=replace)
         else:
-            former = f"{self._final}.replaced"
             if replace and self._client.info(self._final) is not None:
-                self._client.delete(former)
-                self._client.rename(self._final, former, replace=False)
+                self._client.delete(self._former)
+                self._client.rename(self._final, self._former, replace=False)
             is_named = self._client.rename(self._partial, self._final, replace=False)
             if is_named and replace:
-                self._client.delete(former)
+                self._client.delete(self._former)
         if not is_named:
             raise TargetExists("something has taken the name", where=self.url, hint=f'all is in "{self._partial}"')
         self._client.delete(self._partial)
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _parts(self) -> dict[str, dict[int, Part]]:
+        """Parts by token."""
+        parts: dict[str, dict[int, Part]] = {}
+        for f in self._client.files(self._parts_folder):
+            token, _, name = f.path.rpartition("/")
+            if not f.is_folder and name.isdecimal():
+                parts.setdefault(token, {})[int(name)] = Part(f.nbytes, name)
+        return parts
 
     def _full(self, path: str) -> str:
         return f"{self._partial}/{path or _CONTENT}"
@@ -172,6 +179,10 @@ class HdfsPlace:
                 raise StorageError("a part has vanished", where=f"{self._client.root}{path}")
             for at in range(0, found.nbytes, _COPY_BYTES):
                 yield self._client.read(path, at, min(_COPY_BYTES, found.nbytes - at), where=self.url)
+
+
+def _path_of(token: str) -> str:
+    return unquote(token.rpartition("/")[2]).removeprefix("_")
 
 
 def _was_being_joined(parts: Mapping[int, Part]) -> bool:

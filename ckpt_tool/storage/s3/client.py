@@ -27,7 +27,7 @@ from ckpt_tool.storage.s3.fast_reads import FastReads, fast_reads, takes_key
 from ckpt_tool.storage.s3.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 from ckpt_tool.storage.traffic import Traffic, current_traffic
 
-__all__ = ["Page", "S3Client", "S3Object", "parsed_xml", "split_s3_url", "xml_text"]
+__all__ = ["Page", "S3Client", "S3Object", "parsed_xml", "split_s3_url", "xml_text", "xml_time"]
 
 _NO_STATUS: frozenset[int] = frozenset()
 _TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)$")
@@ -321,10 +321,15 @@ def xml_text(node: ET.Element, name: str) -> str:
     return node.findtext(name) or ""
 
 
-def _object(node: ET.Element) -> S3Object:
-    when = xml_text(node, "LastModified")
+def xml_time(node: ET.Element, name: str) -> float | None:
+    """A time in seconds since 1970, None where there is none."""
+    when = xml_text(node, name)
     try:
-        modified = datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp() if when else None
+        return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp() if when else None
     except ValueError:
-        modified = None
-    return S3Object(unquote(xml_text(node, "Key").replace("+", " ")), int(xml_text(node, "Size") or 0), modified)
+        return None
+
+
+def _object(node: ET.Element) -> S3Object:
+    key = unquote(xml_text(node, "Key").replace("+", " "))
+    return S3Object(key, int(xml_text(node, "Size") or 0), xml_time(node, "LastModified"))

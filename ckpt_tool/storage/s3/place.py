@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
 from ckpt_tool.storage.parts import Begun, Bytes, Part, PartLimits
-from ckpt_tool.storage.s3.client import S3Client, parsed_xml, split_s3_url, xml_text
+from ckpt_tool.storage.s3.client import S3Client, parsed_xml, split_s3_url, xml_text, xml_time
 
 __all__ = ["S3Place"]
 
@@ -58,19 +58,25 @@ class S3Place:
     def begun(self) -> dict[str, Begun]:
         """Uploads under way, with their parts."""
         best: dict[str, Begun] = {}
-        for key, token in self._uploads():
-            path = key.removeprefix(f"{self._key}/") if not self._single_file else key[len(self._key) :]
-            if self._single_file and path:
-                continue
-            found = Begun(token, self._parts(key, token))
+        for path, found in self.under_way():
             other = best.get(path)
             if other is not None and len(other.parts) >= len(found.parts):
-                self.drop(path, token)
+                self.drop(path, found.token)
                 continue
             if other is not None:
                 self.drop(path, other.token)
             best[path] = found
         return best
+
+    def under_way(self) -> list[tuple[str, Begun]]:
+        """Uploads under way, as they are."""
+        start = len(self._key) if self._single_file else len(self._key) + 1
+        found = []
+        for key, token, begun in self._uploads():
+            if not self._single_file or key == self._key:
+                parts, modified = self._parts(key, token)
+                found.append((key[start:], Begun(token, parts, max(modified, begun))))
+        return found
 
     def begin(self, path: str) -> str:
         """Begin an upload."""
@@ -104,7 +110,7 @@ class S3Place:
             if found is None or found.nbytes != sum(part.nbytes for part in parts.values()):
                 raise
             return True
-        return answer.status != 412 or not self._parts(key, token)
+        return answer.status != 412 or not self._parts(key, token)[0]
 
     def drop(self, path: str, token: str) -> None:
         """Abort an upload, whether it is still there or not."""
@@ -147,20 +153,23 @@ class S3Place:
             found |= {o.key[len(prefix) :]: o.nbytes for o in page.objects if not o.key.endswith("/")}
         return found
 
-    def _uploads(self) -> Iterator[tuple[str, str]]:
-        """Key and token of each upload below the key."""
+    def _uploads(self) -> Iterator[tuple[str, str, float]]:
+        """Key and token of each upload below the key, and when it was begun."""
         prefix = self._key if self._single_file else f"{self._key}/"
         query = {"uploads": "", "prefix": prefix}
         for tree in self._trees("", query, {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}):
             for node in tree.iter("Upload"):
-                yield xml_text(node, "Key"), xml_text(node, "UploadId")
+                yield xml_text(node, "Key"), xml_text(node, "UploadId"), xml_time(node, "Initiated") or 0.0
 
-    def _parts(self, key: str, token: str) -> dict[int, Part]:
+    def _parts(self, key: str, token: str) -> tuple[dict[int, Part], float]:
+        """Parts of an upload, and when the last of them came."""
         found: dict[int, Part] = {}
+        modified = 0.0
         for tree in self._trees(key, {"uploadId": token}, {"part-number-marker": "NextPartNumberMarker"}):
             for node in tree.iter("Part"):
                 found[int(xml_text(node, "PartNumber"))] = Part(int(xml_text(node, "Size")), xml_text(node, "ETag"))
-        return found
+                modified = max(modified, xml_time(node, "LastModified") or 0.0)
+        return found, modified
 
     def _trees(self, key: str, query: dict[str, str], markers: Mapping[str, str]) -> Iterator[ET.Element]:
         """Answers of a listing, one after another."""
