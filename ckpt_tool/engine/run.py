@@ -10,26 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from ckpt_tool.checksum import crc32_combine
+from ckpt_tool.engine.around import early_segments, files_of, rest_of, segment_files, sent_units
 from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progress, RunReport
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.moving import Job, move_units, unit_nbytes
-from ckpt_tool.engine.run_share import run_share, units_of
+from ckpt_tool.engine.run_share import run_remote_share, run_share, units_of, units_of_files
 from ckpt_tool.engine.sinks import OrderedSink, RandomSink, Sink
 from ckpt_tool.engine.team import Leader, Member, Share, records_of_processes
 from ckpt_tool.engine.tile_digests import TileDigests
 from ckpt_tool.errors import StorageError, UsageError
-from ckpt_tool.formats.base import LayOut, Segment
+from ckpt_tool.formats.base import LayOut
 from ckpt_tool.layout.origins import Origins
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.sizes import format_bytes
 from ckpt_tool.storage.local_target import LocalTarget
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
+
+if TYPE_CHECKING:
+    from ckpt_tool.engine.remote_team import RemoteLeader
 
 __all__ = ["run_plan"]
 
@@ -51,14 +52,8 @@ def run_plan(
     Raises:
         StorageError: no space, or the storage failed, or another process did; the unfinished target stays and can be
             resumed.
-        UsageError: several processes, and a target that is no local folder; or they do not fit together.
+        UsageError: several processes, and a target that knows one only; or they do not fit together.
     """
-    if share is not None and not isinstance(target, LocalTarget):
-        raise UsageError(
-            "several processes write into one local or shared folder only",
-            where=target.url,
-            hint="run one process (--split 0/1), which has as many threads as are asked for with --workers",
-        )
     try:
         if share is None or not share.index:
             _check_space(plan, target)
@@ -67,8 +62,10 @@ def run_plan(
         raise
     try:
         job = Job(plan, layout, store, target, options, TileDigests(plan, origins) if options.digests else None)
-        if share is None or not isinstance(target, LocalTarget):
+        if share is None:
             yield from _run(job, None)
+        elif not isinstance(target, LocalTarget):
+            yield from _run_remote(job, share)
         elif share.index:
             yield from run_share(job, Member(target.root, share, plan.fingerprint, has_digests=options.digests))
         else:
@@ -79,29 +76,35 @@ def run_plan(
         raise
 
 
-def _run(job: Job, leader: Leader | None) -> Iterator[Progress | RunReport]:
+def _run_remote(job: Job, share: Share) -> Iterator[Progress | RunReport]:
+    """One of several processes that write to a target without seek."""
+    from ckpt_tool.engine.remote_team import RemoteLeader, RemoteMember  # local runs do without their 10 ms
+    from ckpt_tool.storage.part_target import PartTarget
+
+    target, plan = job.target, job.plan
+    if not isinstance(target, PartTarget):
+        hint = "run one process (--split 0/1), which has as many threads as are asked for with --workers"
+        raise UsageError("several processes write to a local folder, S3 or HDFS only", where=target.url, hint=hint)
+    if share.index:
+        yield from run_remote_share(
+            job, target, RemoteMember(target, share, plan.fingerprint, has_digests=job.digests is not None)
+        )
+    else:
+        with RemoteLeader(target, share, plan.fingerprint, has_digests=job.digests is not None) as leader:
+            yield from _run(job, leader)
+
+
+def _run(job: Job, leader: Leader | RemoteLeader | None) -> Iterator[Progress | RunReport]:
     started = time.perf_counter()
     plan, layout, target = job.plan, job.layout, job.target
-    files = layout.manifest.files
-    journal = None
-    if target.journal is not None:
-        journal = Journal(target.journal, plan.fingerprint, where=target.url, has_digests=job.digests is not None)
-    done = dict(journal.load()) if journal is not None and target.is_resumed else {}
-    if isinstance(target, LocalTarget) and target.is_resumed:
-        done |= records_of_processes(target.root, plan.fingerprint, has_digests=job.digests is not None)
-    if journal is not None and target.is_sequential:
-        journal.append([])  # parts that are found later are trusted because of it
-    for entry in files:
-        target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
-    if target.is_sequential:
-        done = _sent(plan, done, target)
-    if leader is not None:
-        journal = leader.open(done)
-    sink: Sink = OrderedSink(target, _early(layout)) if target.is_sequential else RandomSink(target)
+    share = None if leader is None else leader.share
+    own = files_of(layout, share) if target.is_sequential else None
+    journal, done = _begun(job, leader)
+    sink: Sink = OrderedSink(target, early_segments(layout, own)) if target.is_sequential else RandomSink(target)
     total = plan.stats.written_nbytes
     nbytes_of = unit_nbytes(plan)
     resumed = int(sum(nbytes_of[unit] for unit in done))
-    units = units_of(plan, None if leader is None else leader.share, done)
+    units = units_of(plan, share, done) if own is None else units_of_files(plan, own, done)
     moved = 0
     for event in move_units(job, units, sink, journal, journals_all=leader is not None):
         if isinstance(event, int):
@@ -110,14 +113,16 @@ def _run(job: Job, leader: Leader | None) -> Iterator[Progress | RunReport]:
         else:
             done[event.unit] = event
     for records in leader.others() if leader is not None else ():
+        moved += int(sum(nbytes_of[unit] for unit in records.keys() - done.keys()))
         done |= records
-        moved += int(sum(nbytes_of[unit] for unit in records))
         yield Progress(resumed + moved, total)
-    late = list(layout.seal(_chunk_crc32s(plan, done))) if layout.seal is not None else []
-    rest = _in_commit_order([*layout.segments, *late], layout.commit_path)
-    for path, nbytes in _segment_files(rest, known=frozenset(files.paths)).items():
+    rest = rest_of(plan, layout, done)
+    known = frozenset(layout.manifest.files.paths)
+    for path, nbytes in segment_files(rest, known=known).items():
         target.create(path, nbytes, is_last=path == layout.commit_path)
-    sink.finish(rest)
+    sink.finish(
+        rest if own is None else [segment for segment in rest if segment.path in own or segment.path not in known]
+    )
     target.commit(layout.commit_path)
     casts = _cast_reports(plan, done)
     taken = None
@@ -126,15 +131,29 @@ def _run(job: Job, leader: Leader | None) -> Iterator[Progress | RunReport]:
     yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken)
 
 
-def _sent(plan: Plan, done: dict[int, UnitRecord], target: Target) -> dict[int, UnitRecord]:
-    """The finished units whose bytes have all left the buffers of the run that wrote them."""
-    if not done:
-        return {}
-    starts = np.array([target.start_of(path) for path in plan.target.files.paths], dtype=np.int64)
-    is_there = plan.writes.file_offset + plan.writes.length <= starts[plan.writes.file]
-    unit = np.searchsorted(plan.tiles.unit_bounds, plan.writes.tile, side="right") - 1
-    n_missing = np.bincount(unit[~is_there], minlength=plan.tiles.n_units)
-    return {number: record for number, record in done.items() if not n_missing[number]}
+def _begun(job: Job, leader: Leader | RemoteLeader | None) -> tuple[Journal | None, dict[int, UnitRecord]]:
+    """Create the files and let others begin; the journal, and the units that an earlier run has finished."""
+    plan, layout, target = job.plan, job.layout, job.target
+    has_digests = job.digests is not None
+    journal = None
+    if target.journal is not None:
+        journal = Journal(target.journal, plan.fingerprint, where=target.url, has_digests=has_digests)
+    done = dict(journal.load()) if journal is not None and target.is_resumed else {}
+    if isinstance(target, LocalTarget) and target.is_resumed:
+        done |= records_of_processes(target.root, plan.fingerprint, has_digests=has_digests)
+    elif leader is not None and not isinstance(leader, Leader) and target.is_resumed:
+        done |= leader.earlier()
+    if journal is not None and target.is_sequential:
+        journal.append([])  # parts that are found later are trusted because of it
+    for entry in layout.manifest.files:
+        target.create(entry.path, entry.nbytes, is_last=entry.path == layout.commit_path)
+    if target.is_sequential:
+        done = sent_units(plan, done, target)
+    if isinstance(leader, Leader):
+        journal = leader.open(done)
+    elif leader is not None:
+        leader.open()
+    return journal, done
 
 
 def _check_space(plan: Plan, target: Target) -> None:
@@ -145,57 +164,6 @@ def _check_space(plan: Plan, target: Target) -> None:
             f"({plan.stats.target_nbytes:,} and {free:,} bytes)",
             where=target.url,
         )
-
-
-def _early(layout: LayOut) -> list[Segment]:
-    """Segments of files with payload, which a target without seek needs between the pieces."""
-    with_payload = {layout.manifest.files.paths[file] for file in set(layout.manifest.chunks.file.tolist())}
-    known = with_payload | (set(layout.manifest.files.paths) - {layout.commit_path})
-    return [segment for segment in layout.segments if segment.path in known]
-
-
-def _in_commit_order(segments: list[Segment], commit_path: str | None) -> list[Segment]:
-    """All segments by file and offset, those of the file that makes it a checkpoint last.
-
-    Where two begin at a place, the later one has the checksums that the other lacks; what it leaves of that one stays.
-    """
-    latest: dict[tuple[str, int], Segment] = {}
-    for segment in segments:
-        place = (segment.path, segment.offset)
-        earlier = latest.get(place)
-        if earlier is not None and len(earlier.data) > len(segment.data):
-            rest = earlier.data[len(segment.data) :]
-            latest[place] = Segment(segment.path, segment.offset, segment.data + rest)
-        else:
-            latest[place] = segment
-    return sorted(latest.values(), key=lambda s: (s.path == commit_path, s.path, s.offset))
-
-
-def _segment_files(segments: list[Segment], *, known: frozenset[str]) -> dict[str, int]:
-    """Sizes of the files that hold no payload, only segments (metadata, indexes)."""
-    sizes: dict[str, int] = {}
-    for segment in segments:
-        if segment.path not in known:
-            sizes[segment.path] = max(sizes.get(segment.path, 0), segment.offset + len(segment.data))
-    return sizes
-
-
-def _chunk_crc32s(plan: Plan, done: dict[int, UnitRecord]) -> npt.NDArray[np.uint32]:
-    """uint32[n_chunks]: CRC-32 of each target chunk, joined from its pieces; zeros where none were taken."""
-    crc32s = np.zeros(len(plan.target.chunks), dtype=np.uint32)
-    by_piece = np.zeros(len(plan.writes), dtype=np.int64)
-    for record in done.values():
-        for row, crc in record.crc32:
-            by_piece[row] = crc
-    order = np.lexsort((plan.writes.file_offset, plan.writes.chunk))
-    joined: dict[int, int] = {}
-    for chunk, crc, length in zip(
-        plan.writes.chunk[order].tolist(), by_piece[order].tolist(), plan.writes.length[order].tolist(), strict=True
-    ):
-        joined[chunk] = crc32_combine(joined[chunk], crc, length) if chunk in joined else crc
-    if joined:
-        crc32s[np.fromiter(joined, dtype=np.int64)] = np.fromiter(joined.values(), dtype=np.uint32)
-    return crc32s
 
 
 def _cast_reports(plan: Plan, done: dict[int, UnitRecord]) -> tuple[CastReport, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from ckpt_tool.geometry.alike import Side, alike_keys
 from ckpt_tool.manifest.tables import IntArray
 
-__all__ = ["choose_replicas", "split_evenly"]
+__all__ = ["choose_replicas", "file_owners", "split_evenly"]
 
 
 def choose_replicas(group: IntArray, rank: IntArray, nbytes: IntArray, world_size: int) -> IntArray:
@@ -84,3 +84,23 @@ def split_evenly(nbytes: IntArray, parts: int) -> IntArray:
     wanted = total[-1] * np.arange(1, parts) / parts
     inner = np.searchsorted(total, wanted, side="left")
     return np.concatenate([[0], inner, [len(nbytes)]]).astype(np.int64)
+
+
+def file_owners(nbytes: IntArray, parts: int, *, first: IntArray) -> IntArray:
+    """int64[n]: who writes each file, where every file is written by one: runs of files of about equal sums.
+
+    Args:
+        nbytes: int64[n], size of each file.
+        parts: number of writers.
+        first: rows that the first one writes in any case.
+
+    >>> import numpy as np
+    >>> file_owners(np.array([4, 1, 4, 4, 1]), 2, first=np.array([4])).tolist()
+    [0, 0, 0, 1, 0]
+    """
+    counted = nbytes.copy()
+    counted[first] = 0
+    bounds = split_evenly(counted, parts)
+    owners: IntArray = np.searchsorted(bounds[1:-1], np.arange(len(nbytes)), side="right")
+    owners[first] = 0
+    return owners

@@ -38,10 +38,11 @@ class PlanLimits:
     """Cut tiles where the source's chunks end, so that each can be read by another process."""
 
 
-def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan:
+def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits, owners: IntArray | None = None) -> Plan:
     """The plan that fills every chunk of ``target`` from the chunks of ``source`` with the same fqn.
 
-    Where the source holds a box more than once, the first copy is read.
+    Where the source holds a box more than once, the first copy is read. With ``owners`` (int64[n_target_files], see
+    `assign.file_owners`; in file order only) every unit writes files of one owner.
 
     Raises:
         LayoutError: a target tensor has no source, or another shape than it.
@@ -54,8 +55,13 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits) -> Plan
     available = _distinct_sources(source, source_tensor, width)
     needed_key = source_tensor[target.chunks.tensor]
     needed = Boxes(needed_key, _pad(target.chunks.offsets, width, 0), _pad(target.chunks.sizes, width, 1))
-    regions, region_of_chunk = _regions(needed, target.chunks, in_file_order=limits.in_file_order)
-    tiles, tile_region = _tiles(source, regions, limits)
+    owner = None if owners is None else owners[target.chunks.file]
+    regions, region_of_chunk = _regions(needed, target.chunks, in_file_order=limits.in_file_order, owner=owner)
+    region_owner = None
+    if owner is not None:
+        region_owner = np.zeros(len(regions), dtype=np.int64)
+        region_owner[region_of_chunk[region_of_chunk >= 0]] = owner[region_of_chunk >= 0]
+    tiles, tile_region = _tiles(source, regions, limits, region_owner)
 
     reads = join_boxes(available.boxes, Boxes(tiles.tensor, tiles.offsets, tiles.sizes))
     _check_covered(source, available.boxes, reads, tiles)
@@ -160,12 +166,14 @@ def _distinct_sources(source: Manifest, wanted: IntArray, width: int) -> _Availa
     return _Available(Boxes(key[first], offsets[first], sizes[first]), rows[first])
 
 
-def _regions(needed: Boxes, chunks: ChunkTable, *, in_file_order: bool) -> tuple[Boxes, IntArray]:
+def _regions(
+    needed: Boxes, chunks: ChunkTable, *, in_file_order: bool, owner: IntArray | None
+) -> tuple[Boxes, IntArray]:
     """Boxes to be read, keyed by source tensor, in the order in which the target's files want them.
 
     A tensor whose distinct target boxes fill their bounding box is one region, so that its bytes are read once
-    whatever the cut; else every distinct box is a region of its own. Also int64[n_chunks]: the region of each chunk,
-    -1 for empty chunks.
+    whatever the cut; else every distinct box is a region of its own. No region is of chunks of two owners. Also
+    int64[n_chunks]: the region of each chunk, -1 for empty chunks.
     """
     live = np.flatnonzero((needed.sizes > 0).all(axis=1))
     key, offsets, sizes = needed.key[live], needed.offsets[live], needed.sizes[live]
@@ -187,7 +195,8 @@ def _regions(needed: Boxes, chunks: ChunkTable, *, in_file_order: bool) -> tuple
     label = np.where(fills[tensor_of_chunk], tensor_of_chunk, n + box)
     position = np.lexsort((chunks.offset[live], chunks.file[live]))
     if in_file_order:
-        label, turn = sequence.in_file_order(label, chunks.file[live], chunks.offset[live])
+        own = None if owner is None else owner[live]
+        label, turn = sequence.in_file_order(label, chunks.file[live], chunks.offset[live], own)
         position = np.lexsort((chunks.offset[live], chunks.file[live], turn))
     n_labels, region = _numbered(label)
     first_position = np.full(n_labels, len(live), dtype=np.int64)
@@ -211,8 +220,10 @@ def _numbered(labels: IntArray) -> tuple[int, IntArray]:
     return int(used.sum()), (np.cumsum(used) - 1)[labels]
 
 
-def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles, IntArray]:
-    """Tiles of all regions and the region of each."""
+def _tiles(
+    source: Manifest, regions: Boxes, limits: PlanLimits, region_owner: IntArray | None
+) -> tuple[Tiles, IntArray]:
+    """Tiles of all regions and the region of each; a unit ends where the owner changes."""
     bits = source.tensors.bits[regions.key] if len(regions) else np.zeros(0, dtype=np.int64)
     region_nbytes = np.prod(regions.sizes, axis=1) * bits // 8
     whole = (bits % 8 != 0) | (has_odd_strides(source)[regions.key] & (region_nbytes <= limits.max_odd_tile_bytes))
@@ -220,6 +231,8 @@ def _tiles(source: Manifest, regions: Boxes, limits: PlanLimits) -> tuple[Tiles,
     nbytes = np.prod(cut.sizes, axis=1) * bits[cut.key] // 8
     n_units = max(1, int(-(-int(nbytes.sum()) // limits.unit_bytes)))
     bounds = distinct(split_evenly(nbytes, n_units))
+    if region_owner is not None:
+        bounds = distinct(np.concatenate([bounds, np.flatnonzero(np.diff(region_owner[cut.key])) + 1]))
     return Tiles(regions.key[cut.key], cut.offsets, cut.sizes, nbytes, bounds), cut.key
 
 

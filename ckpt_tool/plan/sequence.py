@@ -16,13 +16,16 @@ from ckpt_tool.manifest.tables import IntArray
 __all__ = ["in_file_order"]
 
 
-def in_file_order(label: IntArray, file: npt.NDArray[np.integer], offset: IntArray) -> tuple[IntArray, IntArray]:
+def in_file_order(
+    label: IntArray, file: npt.NDArray[np.integer], offset: IntArray, owner: IntArray | None = None
+) -> tuple[IntArray, IntArray]:
     """Labels of regions, some of them taken apart, and for each chunk the turn of its region.
 
     Args:
         label: int64[n], the region of each chunk.
         file: int[n], file of each chunk.
         offset: int64[n], byte of the file.
+        owner: int64[n], who writes the file, where that is not one process: no region is of two of them.
 
     >>> crossed = in_file_order(np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]), np.array([0, 9, 9, 0]))
     >>> [part.tolist() for part in crossed]
@@ -36,6 +39,11 @@ def in_file_order(label: IntArray, file: npt.NDArray[np.integer], offset: IntArr
     _, where, times = np.unique(np.column_stack([label, file]), axis=0, return_inverse=True, return_counts=True)
     # Tiles of a region fill all its chunks side by side, so two of them cannot lie in one file.
     label = np.where(np.isin(label, label[times[where.reshape(-1)] > 1]), own, label)
+    if owner is not None:
+        least, most = np.full(int(label.max()) + 1, np.iinfo(np.int64).max), np.full(int(label.max()) + 1, -1)
+        np.minimum.at(least, label, owner)
+        np.maximum.at(most, label, owner)
+        label = np.where((least < most)[label], own, label)
     turn = _turns(label, file, position)
     if (turn < 0).any():
         label = np.where(turn < 0, own, label)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
 from ckpt_tool.storage.part_commit import delete_old, measure
-from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads
+from ckpt_tool.storage.part_log import PartLog, PartNotes
+from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads, Receipt
 from ckpt_tool.storage.parts import Begun, Bytes, PartPlace
 from ckpt_tool.storage.urls import check_path, join_url
 
@@ -40,6 +41,7 @@ class PartTarget:
         resume: go on with an unfinished target.
         single_file: the final name is that of one file; exactly one may be created.
         memory_bytes: what part buffers may take together.
+        joins: another process owns the target and commits; this one sends files of its own to it.
 
     Raises:
         TargetExists: something is there, and nothing was said about it, or another process has just begun.
@@ -49,7 +51,14 @@ class PartTarget:
     is_sequential = True
 
     def __init__(
-        self, place: PartPlace, *, overwrite: bool, resume: bool, single_file: bool, memory_bytes: int
+        self,
+        place: PartPlace,
+        *,
+        overwrite: bool,
+        resume: bool,
+        single_file: bool,
+        memory_bytes: int,
+        joins: bool = False,
     ) -> None:
         self.url = place.url
         self._place = place
@@ -58,6 +67,20 @@ class PartTarget:
         self._files: dict[str, PartFile] = {}
         self._lock = threading.Lock()
         self._uploads = PartUploads(place, memory_bytes=memory_bytes)
+        self.notes = PartNotes(place)
+        self._is_shared = False
+        self._old: list[str] = []
+        self._begun: dict[str, Begun] = {}
+        self._received: dict[str, Receipt] = {}
+        self._found: dict[str, int] = {}
+        self._is_joining = self.is_resumed = False
+        self.journal = PartLog(place, JOURNAL_NAME, ())
+        if not joins:
+            self._claim(resume=resume)
+
+    def _claim(self, *, resume: bool) -> None:
+        """Own the name: mark it as unfinished, or take up what an earlier run has left."""
+        place = self._place
         self._old = list(place.old_files())
         self._found = place.files()
         marker = place.get(MARKER_NAME) if MARKER_NAME in self._found else None
@@ -66,8 +89,8 @@ class PartTarget:
         if self._is_joining and not place.is_named_last:
             self._old = []  # what is there is what this target has joined
         self._check(is_unfinished=marker is not None, resume=resume)
-        self.journal = _RemoteLog(place, [path for path in sorted(self._found) if path.startswith(f"{JOURNAL_NAME}/")])
-        self._begun: dict[str, Begun] = place.begun() if marker is not None else {}
+        self.journal = PartLog(place, JOURNAL_NAME, self._found)
+        self._begun = place.begun() if marker is not None else {}
         if not (self.is_resumed and self.journal.read()):
             self._forget()
         if marker is None:
@@ -99,6 +122,8 @@ class PartTarget:
         elif self._is_joining and self._found.get(name) == nbytes:
             file.is_joined = True
             file.start = file.position = nbytes
+        elif path in self._received:
+            file.take_receipt(self._received.pop(path))
         elif name in self._begun:
             file.take_up(self._begun.pop(name))
 
@@ -142,6 +167,31 @@ class PartTarget:
         with _resumable():
             self._uploads.flush()
 
+    def log_of(self, process: int) -> PartLog:
+        """The journal of another process than the one that commits."""
+        folder = f"{JOURNAL_NAME}/process-{process}"
+        return PartLog(self._place, folder, self._place.files())
+
+    def receipts(self) -> dict[str, Receipt]:
+        """What was sent of each file, for another process to take up."""
+        self._is_shared = True
+        begun = {path: None if file.is_joined else file.receipt() for path, file in self._files.items()}
+        return {path: receipt for path, receipt in begun.items() if receipt is None or receipt[0] is not None}
+
+    def begin_from(self, receipts: Mapping[str, Receipt]) -> None:
+        """Take files for begun, before they are created; None says that one was joined."""
+        self._received = dict(receipts)
+
+    def adopt(self, path: str, receipt: Receipt) -> None:
+        """Take a created file for sent by another process, to the end.
+
+        Raises:
+            StorageError: parts are missing.
+        """
+        file = self._files[path]
+        if receipt is not None and not file.is_joined:
+            file.take_receipt(receipt)
+
     def free_bytes(self) -> int | None:
         """None: such storage does not tell."""
         return None
@@ -177,6 +227,9 @@ class PartTarget:
                     raise TargetExists("another process has written a checkpoint of this name", where=self.url)
             # Where names come first, the journal's first line still tells whose target it is, should this be the end.
             self.journal.delete(keep=0 if self._place.is_named_last else 1)
+            if self._is_shared:
+                own = f"{JOURNAL_NAME}/{0:08d}"
+                self._delete_notes([path for path in self._place.files() if path != own])
             self._place.delete(MARKER_NAME)
             self.journal.delete()
             self._place.finish(replace=self._overwrite)
@@ -220,32 +273,12 @@ class PartTarget:
             self._place.drop(path, begun.token)
         self._begun = {}
         self._is_joining = False
-        self.journal.delete()
+        self._delete_notes(self._found)
+        self.journal = PartLog(self._place, JOURNAL_NAME, ())
 
-
-class _RemoteLog:
-    """A log in files of their own, for storage that does not append."""
-
-    def __init__(self, place: PartPlace, paths: Sequence[str]) -> None:
-        self._place = place
-        self._paths = list(paths)
-
-    def read(self) -> bytes:
-        """All that was appended; nothing at first."""
-        found = fetch_all(self._place.get, self._paths, concurrency=N_UPLOADS)
-        return b"".join(data or b"" for data in found)
-
-    def append(self, data: bytes) -> None:
-        """Add ``data``, which is durable then."""
-        number = int(self._paths[-1].rpartition("/")[2]) + 1 if self._paths else 0
-        path = f"{JOURNAL_NAME}/{number:08d}"
-        self._place.put(path, data)
-        self._paths.append(path)
-
-    def delete(self, *, keep: int = 0) -> None:
-        """Begin anew, or with ``keep`` after the first so many additions."""
-        fetch_all(self._place.delete, self._paths[keep:], concurrency=N_UPLOADS)
-        self._paths = self._paths[:keep]
+    def _delete_notes(self, paths: Iterable[str]) -> None:
+        notes = [path for path in paths if path.startswith(f"{JOURNAL_NAME}/")]
+        fetch_all(self._place.delete, notes, concurrency=N_UPLOADS)
 
 
 @contextmanager

@@ -8,18 +8,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import count, takewhile
+from typing import Any
 
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import format_bytes
 from ckpt_tool.storage.parts import Begun, Part, PartPlace
 
-__all__ = ["N_UPLOADS", "PartFile", "PartUploads"]
+__all__ = ["N_UPLOADS", "PartFile", "PartUploads", "Receipt"]
 
 N_UPLOADS = 8
 """Parts on their way at once."""
 _LEAST_MEMORY_BYTES = 256 << 20
 """What the parts of many files may take in the end, however small the budget: object stores take no small ones."""
+
+
+Receipt = list[Any] | None
+"""As JSON: a file's token, and size and tag of each part that the storage has, from the first on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +52,7 @@ class PartFile:
     def take_up(self, begun: Begun) -> None:
         """Go on behind the parts that are there; what comes after a gap, or is cut otherwise, is sent again."""
         self.token = begun.token
+        self.start, self.parts = 0, {}
         first = begun.parts.get(1)
         if first is None or not first.nbytes:
             return
@@ -57,6 +64,20 @@ class PartFile:
             self.parts[number] = part
             self.start += part.nbytes
         self.position = self.start
+
+    def receipt(self) -> list[Any]:
+        """What another process needs to join what this one has sent; in what is under way, up to the first gap."""
+        numbers = takewhile(self.parts.__contains__, count(1))
+        return [self.token, [[self.parts[n].nbytes, self.parts[n].tag] for n in numbers]]
+
+    def take_receipt(self, receipt: Receipt) -> None:
+        """Go on behind what another process has sent; None says that it was joined already."""
+        if receipt is None:
+            self.is_joined = True
+            self.start = self.position = self.nbytes
+        else:
+            token, parts = receipt
+            self.take_up(Begun(token, {n: Part(nbytes, tag) for n, (nbytes, tag) in enumerate(parts, 1)}))
 
 
 class PartUploads:

@@ -18,7 +18,7 @@ from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, measure
 from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads
-from ckpt_tool.storage.parts import Part, PartPlace
+from ckpt_tool.storage.parts import PartPlace
 from ckpt_tool.storage.shared_folder import Receipts
 from ckpt_tool.storage.urls import check_path, join_url
 
@@ -129,8 +129,7 @@ class SharedParts:
         file = PartFile(path, join_url(self.url, path), nbytes, is_last=False)
         if path not in receipts:
             raise StorageError("nobody says which parts were sent", where=file.where)
-        file.token, parts = receipts[path]
-        file.parts = {number: Part(n, tag) for number, (n, tag) in enumerate(parts, 1)}
+        file.take_receipt(receipts[path])
         return file
 
     def _join(self, file: PartFile) -> None:
@@ -172,8 +171,7 @@ class _SharedPartFile:
         if file.position != file.nbytes:
             raise StorageError(f"expected {file.nbytes:,} bytes, got {file.position:,}", where=file.where)
         self._uploads.flush()
-        parts = [file.parts[number] for number in sorted(file.parts)]
-        return [file.token, [[part.nbytes, part.tag] for part in parts]]
+        return file.receipt()
 
     def abandon(self) -> None:
         """Nothing more leaves; the parts go with ``discard``."""

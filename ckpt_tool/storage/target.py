@@ -109,7 +109,7 @@ def open_target(
         durable: wait until bytes are on the device before the final name appears; local only.
         single_file: the final name is that of one file.
         memory_bytes: what buffers of a remote target may take.
-        joins: another process owns and commits the target, this one writes into its files; local only.
+        joins: another process owns and commits the target; local, S3 and HDFS only.
 
     Raises:
         TargetExists: something is there, and nothing was said about it.
@@ -124,9 +124,14 @@ def open_target(
     if place is not None:
         from ckpt_tool.storage.part_target import PartTarget  # local targets do without its 6 ms
 
-        return PartTarget(place, overwrite=overwrite, resume=resume, single_file=single_file, memory_bytes=memory_bytes)
+        return PartTarget(
+            place, overwrite=overwrite, resume=resume, single_file=single_file, memory_bytes=memory_bytes, joins=joins
+        )
     from ckpt_tool.storage.stream_target import StreamTarget  # fsspec costs 80 ms of start-up
 
+    if joins:
+        hint = "the first process writes there alone with --split 0/1"
+        raise UsageError("several processes write to a local folder, S3 or HDFS only", where=text, hint=hint)
     if resume:
         hint = 'start anew with "--overwrite"'
         raise UsageError("a run to this storage cannot be resumed, its parts are gone", where=text, hint=hint)

@@ -9,18 +9,23 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from ckpt_tool.api.convert.share import launched_share, local_count, parse_share
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
+from tests.storage.checkpoints import make_safetensors
+from tests.storage.killing import kept_at
+from tests.storage.real_servers import seaweedfs
+from tests.storage.s3_server import BUCKET, s3_environment, s3_server
 
 SOURCE = Path(__file__).parents[2] / "fixtures/torch/dcp_fsdp2_4r_fp32/ckpt"
 LAYOUT = ("--mesh", "dp_shard=2", "--no-fsync")
 
 
-def start(target: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(target: Path | str, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """One process of ``ckpt reshard``."""
     clean = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     return subprocess.Popen(
@@ -67,6 +72,58 @@ def test_it_starts_four_by_itself(tmp_path: Path, alone: dict[str, bytes]) -> No
     assert status == 0, errors
     assert out.startswith("{")
     assert content(tmp_path / "out") == alone
+
+
+def test_it_shares_an_upload() -> None:
+    """Two processes send one file each; the objects are those of one process, and nothing of theirs is left."""
+    with s3_server() as (endpoint, bucket):
+        for name, n in (("alone", "1"), ("shared", "2")):
+            words = ("--processes", n)
+            url = f"s3://{BUCKET}/{name}/x"
+            ((status, _, errors),) = finished([start(url, *words, environment=s3_environment(endpoint))])
+            assert status == 0, errors
+        objects = bucket.objects
+        alone = {key.removeprefix("alone/"): data for key, data in objects.items() if key.startswith("alone/")}
+        assert {key.removeprefix("shared/"): data for key, data in objects.items() if key[0] == "s"} == alone
+        assert len(alone) == 4
+        assert bucket.uploads == {}
+
+
+@pytest.mark.storage
+@pytest.mark.parametrize("to", ["dcp", "torch-ranks"])
+def test_a_launcher_uploads_to_seaweedfs(tmp_path: Path, to: str) -> None:
+    """Three processes to a real server: the bytes are those that one sends; none are seen when the first one dies."""
+    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=40, rows=512)
+    words = ("--dp", "5", "--dp-mode", "shard", "--default", "shard0", "--to", to)
+    argv = [sys.executable, "-m", "ckpt_tool", "reshard", str(source)]
+    with seaweedfs(tmp_path / "weed") as endpoint:
+        environment = {**os.environ, **s3_environment(endpoint), "TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "3"}
+        alone = [*argv, f"s3://{BUCKET}/alone", *words, "--split", "0/1"]
+        subprocess.run(alone, check=True, capture_output=True, timeout=100, env=environment)
+
+        def started(*more: str) -> list[subprocess.Popen[str]]:
+            return [
+                subprocess.Popen(
+                    [*argv, f"s3://{BUCKET}/out", *words, *more], env={**environment, "RANK": str(rank)},
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                )
+                for rank in range(3)
+            ]  # fmt: skip
+
+        processes = started()
+        processes[2].send_signal(signal.SIGSTOP)  # before it can have sent anything
+        processes[1].wait(timeout=100)
+        processes[0].send_signal(signal.SIGKILL)
+        processes[2].send_signal(signal.SIGKILL)
+        finished(processes)
+        with patch.dict(os.environ, environment):
+            assert all(path.startswith("CKPT_") for path in kept_at(f"s3://{BUCKET}/out").files())
+            said = finished(started("--resume"))
+            assert [status for status, _, _ in said] == [0, 0, 0], said
+            assert "were there already" in said[0][1]
+            folder = kept_at(f"s3://{BUCKET}/out")
+            assert folder.files() == kept_at(f"s3://{BUCKET}/alone").files()
+            assert folder.leftovers() == 0
 
 
 def test_export_is_shared_too(tmp_path: Path) -> None:

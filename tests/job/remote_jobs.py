@@ -9,6 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import ckpt_tool
@@ -42,6 +43,16 @@ def saves(rank: int, size: int, rendezvous: str, out: str, url: str) -> None:
         dist.barrier()
         found["after"] = told(lambda: ckpt_tool.save(state_of(4.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait())
         Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def saves_alone(url: str) -> None:
+    """One save of a job of one process."""
+    ckpt_tool.save(state_of_one(4.0), url, async_=False)
+
+
+def state_of_one(value: float) -> dict[str, object]:
+    """As `state_of`, whole."""
+    return {"w": torch.full((300, 400), value), "value": value}
 
 
 def lost_job(rank: int, size: int, rendezvous: str, url: str) -> None:

@@ -106,5 +106,7 @@ def test_a_job_that_dies(s3: str, tmp_path: Path) -> None:
     assert ckpt_tool.clean(url, dry_run=False).removed
     assert [step.path for step in ckpt_tool.ls(url).steps] == ["step-1"]
     assert S3Place(f"{s3}/killed", single_file=False).under_way() == []
-    ckpt_tool.save({"w": torch.full((300, 400), 4.0), "value": 4.0}, f"{url}/step-2", async_=False)
+    again = context.Process(target=remote_jobs.saves_alone, args=(f"{url}/step-2",))
+    again.start()
+    again.join(90)
     assert loaded(f"{url}/step-2") == 4.0

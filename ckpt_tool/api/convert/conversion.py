@@ -14,10 +14,11 @@ from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
 from ckpt_tool.api.digest import digest_table
 from ckpt_tool.api.manifest_file import manifest_beside, write_manifest
 from ckpt_tool.dtypes import DType
+from ckpt_tool.engine.around import owners_of
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.engine.team import Share
-from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, Writer, WriteRequest, WriterOptions
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.origins import Origins
@@ -150,12 +151,6 @@ class Conversion:
         """
         execution = self.execution
         share = execution.share
-        if share is not None and share.index and not is_local(self.target_url):
-            raise UsageError(
-                "several processes write into one local or shared folder only",
-                where=self.target_url,
-                hint="the first process writes there alone with --split 0/1",
-            )
         target = open_target(
             self.target_url,
             overwrite=execution.overwrite,
@@ -258,7 +253,10 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         plan_limits(execution.memory_budget_bytes, execution.n_workers, payload_nbytes),
         in_file_order=not is_local(url),
     )
-    plan = make_plan(source, layout.manifest.replace(root=url), limits=limits)
+    share, owners = execution.share, None
+    if share is not None and limits.in_file_order:
+        owners = owners_of(layout, share.count)
+    plan = make_plan(source, layout.manifest.replace(root=url), limits=limits, owners=owners)
     return Conversion(
         checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),
         execution, single, origins,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.errors import CkptError, NotFound, StorageError, Unsupported
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old
 from ckpt_tool.storage.part_places import part_place

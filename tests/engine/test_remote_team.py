@@ -1,0 +1,183 @@
+"""Several processes send one plan's files to S3: same bytes, one commit, and none when one is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ckpt_tool.engine import remote_team
+from ckpt_tool.engine.around import files_of, owners_of
+from ckpt_tool.engine.base import EngineOptions, RunReport
+from ckpt_tool.engine.run import run_plan
+from ckpt_tool.engine.run_share import units_of_files
+from ckpt_tool.engine.team import Share
+from ckpt_tool.engine.worker import Worker
+from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.formats.base import LayOut
+from ckpt_tool.geometry.box import Box
+from ckpt_tool.plan.build import make_plan
+from ckpt_tool.plan.model import Plan
+from ckpt_tool.storage import retry
+from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.s3 import place
+from ckpt_tool.storage.target import open_target
+from tests.engine.test_team import together
+from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
+from tests.synthetic import Synthetic, layout_of, limits, make_source, make_target
+
+OPTIONS = EngineOptions(1 << 20, 1, durable=True)
+PART = 500
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A server that takes small parts, and processes that look often."""
+    monkeypatch.setattr(place, "PART_LIMITS", PartLimits(PART, PART, 100))
+    monkeypatch.setattr(remote_team, "_POLL_S", 0.01)
+    monkeypatch.setattr(remote_team, "_BEAT_S", 0.02)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    with s3_server() as (endpoint, bucket):
+        bucket.min_part_bytes = PART
+        for name, value in s3_environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield bucket
+
+
+def work(count: int = 1, unit: int = 64) -> tuple[Synthetic, Plan, LayOut]:
+    """Row blocks to column blocks in five files, many small units; one tensor is in two files as a whole."""
+    arrays = {f"w{i}": np.arange(i, i + 240, dtype=np.float32).reshape(12, 20) for i in range(6)}
+    source = make_source(arrays, {fqn: [Box((r, 0), (3, 20)) for r in range(0, 12, 3)] for fqn in arrays})
+    boxes = {fqn: [Box((0, c), (12, 4)) for c in range(0, 20, 4)] for fqn in arrays}
+    boxes["w3"] = [Box((0, 0), (12, 20))] * 2
+    target = make_target(source.manifest, boxes, n_files=5)
+    layout = layout_of(target, needs_crc32=True)
+    owners = owners_of(layout, count) if count > 1 else None
+    plan = make_plan(source.manifest, target, limits=replace(limits(unit=unit), in_file_order=True), owners=owners)
+    return source, plan, layout
+
+
+def run(name: str, share: Share | None, *, resume: bool = False, unit: int = 64, count: int | None = None) -> RunReport:
+    """One process's part."""
+    source, plan, layout = work(count or (share.count if share else 1), unit)
+    target = open_target(
+        f"s3://{BUCKET}/{name}", overwrite=False, resume=resume, durable=True, single_file=False, memory_bytes=1 << 20,
+        joins=share is not None and share.index > 0,
+    )  # fmt: skip
+    *_, report = run_plan(plan, layout, MemoryStore(source.files), target, OPTIONS, share=share)
+    assert isinstance(report, RunReport)
+    return report
+
+
+def content(bucket: Bucket, name: str) -> dict[str, bytes]:
+    """Every object's bytes."""
+    return {key.partition("/")[2]: data for key, data in bucket.objects.items() if key.startswith(f"{name}/")}
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_the_bytes_are_those_of_one(bucket: Bucket, count: int) -> None:
+    """However many share the work, the objects are the same, and nothing of theirs is left."""
+    run("alone", None)
+    reports = together([partial(run, "shared", Share(i, count, "r")) for i in range(count)])
+    assert all(isinstance(report, RunReport) for report in reports), reports
+    assert content(bucket, "shared") == content(bucket, "alone")
+    assert bucket.uploads == {}
+
+
+def test_each_file_is_one_process_s_and_no_unit_is_of_two() -> None:
+    """Files and units go to one process each, and none is left out; nobody has more than a file too much."""
+    _, plan, layout = work(3)
+    shares = [files_of(layout, Share(index, 3)) or frozenset() for index in range(3)]
+    assert sorted(path for own in shares for path in own) == sorted(layout.manifest.files.paths)
+    assert all(shares)
+    units = [units_of_files(plan, own, {}) for own in shares]
+    assert sorted(unit for part in units for unit in part) == list(range(plan.tiles.n_units))
+    paths = np.array(plan.target.files.paths)
+    for own, part in zip(shares, units, strict=True):
+        unit_of_write = np.searchsorted(plan.tiles.unit_bounds, plan.writes.tile, side="right") - 1
+        assert set(paths[plan.writes.file[np.isin(unit_of_write, part)]]) <= own
+
+
+def lose(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    """Make the process that gets to this unit fail there."""
+    run_unit = Worker.run_unit
+
+    def failing(self: Worker, unit: int, progress: Callable[[int], None]) -> object:
+        if unit == lost:
+            raise StorageError("lost power")
+        return run_unit(self, unit, progress)
+
+    monkeypatch.setattr(Worker, "run_unit", failing)
+
+
+@pytest.mark.parametrize("dies", ["with a word", "silently"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, who: int, dies: str
+) -> None:
+    """Whoever is lost, the others stop, and as many processes go on with what was sent."""
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 10.0)
+    run("alone", None)
+    _, plan, layout = work(3)
+    with monkeypatch.context() as patch:
+        lose(patch, units_of_files(plan, files_of(layout, Share(who, 3)) or (), {})[-1])
+        if dies == "silently":
+            patch.setattr(remote_team, "_SILENCE_S", 0.3)
+            end = remote_team._Pulse.end
+            patch.setattr(
+                remote_team._Pulse,
+                "end",
+                lambda self, state, **more: end(self, None if state == "ended" else state, **more),
+            )
+        results = together([partial(run, "shared", Share(i, 3, "first")) for i in range(3)])
+    assert isinstance(results[0], StorageError)
+    assert content(bucket, "shared").keys().isdisjoint(layout.manifest.files.paths)
+    reports = together([partial(run, "shared", Share(i, 3, "second"), resume=True) for i in range(3)])
+    assert all(isinstance(report, RunReport) for report in reports), reports
+    assert isinstance(reports[0], RunReport)
+    assert reports[0].resumed_nbytes > 0
+    assert content(bucket, "shared") == content(bucket, "alone")
+    assert bucket.uploads == {}
+
+
+def test_what_an_earlier_run_left_invites_nobody(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note of a leader that is gone is not taken for one that waits."""
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 0.3)
+    with pytest.raises(StorageError, match="process 2 of 2 did not appear"):
+        run("shared", Share(0, 2))
+    assert "CKPT_JOURNAL/together" in content(bucket, "shared")
+    with pytest.raises(StorageError, match="process 1 of 2, which commits, did not appear"):
+        run("shared", Share(1, 2))
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 20.0)
+    results = together([partial(run, "shared", Share(i, 2), resume=True) for i in (1, 0)])
+    assert all(isinstance(result, RunReport) for result in results), results
+
+
+@pytest.mark.parametrize(
+    ("share", "unit", "message"),
+    [(Share(1, 3), 64, "told of 2 processes, this one of 3"), (Share(1, 2), 4096, "another plan than the first")],
+)
+def test_who_does_not_fit_is_told(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, share: Share, unit: int, message: str
+) -> None:
+    """Processes that were started differently do not work on one target."""
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 2.0)
+    first, second = together([partial(run, "shared", Share(0, 2)), partial(run, "shared", share, unit=unit)])
+    assert isinstance(first, StorageError)
+    assert isinstance(second, UsageError)
+    assert message in str(second)
+    assert content(bucket, "shared").keys() <= {path for path in content(bucket, "shared") if path.startswith("CKPT_")}
+
+
+def test_another_number_of_processes_does_not_go_on(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who writes which file follows from their number, so that what was sent fits that number alone."""
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 0.3)
+    with pytest.raises(StorageError, match="did not appear"):
+        run("shared", Share(0, 2))
+    with pytest.raises(UsageError, match="begun from another source or with other options"):
+        run("shared", None, resume=True)
+    assert bucket.count("POST", "uploads") > 0
