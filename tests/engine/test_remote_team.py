@@ -138,8 +138,9 @@ def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
     assert content(bucket, "shared").keys().isdisjoint(layout.manifest.files.paths)
     reports = together([partial(run, "shared", Share(i, 3, "second"), resume=True) for i in range(3)])
     assert all(isinstance(report, RunReport) for report in reports), reports
-    assert isinstance(reports[0], RunReport)
-    assert reports[0].resumed_nbytes > 0
+    if who:  # the first one's share was done, and maybe another's
+        assert isinstance(reports[0], RunReport)
+        assert reports[0].resumed_nbytes > 0
     assert content(bucket, "shared") == content(bucket, "alone")
     assert bucket.uploads == {}
 
