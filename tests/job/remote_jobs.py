@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import ckpt_tool
 from ckpt_tool.storage.s3.place import S3Place
+from ckpt_tool.storage.shared_folder import open_shared
 from tests.job.save_faults import state_of, told, writer_pid
 from tests.job.save_jobs import differences
 from tests.job.save_jobs import state_of as truth_in
@@ -25,13 +26,7 @@ TIMEOUT_S = 60.0
 def saves(rank: int, size: int, rendezvous: str, out: str, url: str) -> None:
     """Save and load; save again over it; two saves of which the storage refuses one; a good one."""
     with joined(rank, size, rendezvous):
-        warnings.simplefilter("error", RuntimeWarning)
-        ckpt_tool.save(truth_in("rows"), f"{url}/step-1", timeout_s=TIMEOUT_S).wait()
-        state = truth_in("columns", is_empty=True)
-        ckpt_tool.load(state, f"{url}/step-1")
-        found: dict[str, object] = {"differences": differences("columns", state)}
-        for value in (1.0, 2.0):
-            ckpt_tool.save(state_of(value), f"{url}/step-2", timeout_s=TIMEOUT_S).wait()
+        found: dict[str, object] = {"differences": _there_and_back(url)}
         dist.barrier()
         Path(out, "refuses").touch()
         found["refused"] = told(lambda: ckpt_tool.save(state_of(3.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait())
@@ -43,6 +38,29 @@ def saves(rank: int, size: int, rendezvous: str, out: str, url: str) -> None:
         dist.barrier()
         found["after"] = told(lambda: ckpt_tool.save(state_of(4.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait())
         Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def saves_to_hdfs(rank: int, size: int, rendezvous: str, out: str, url: str) -> None:
+    """Save and load; save again over it; begin a save that never ends."""
+    with joined(rank, size, rendezvous):
+        found = {"differences": _there_and_back(url)}
+        dist.barrier()
+        target = open_shared(f"{url}/step-3", "00000009", overwrite=True, durable=True)
+        file = target.create(f"__{rank}_0.distcp", 5)
+        file.write([memoryview(b"bytes")])
+        file.finish()
+        Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _there_and_back(url: str) -> list[str]:
+    """What is not as in the truth, in another layout than it was saved in; and one step that is saved twice."""
+    warnings.simplefilter("error", RuntimeWarning)
+    ckpt_tool.save(truth_in("rows"), f"{url}/step-1", timeout_s=TIMEOUT_S).wait()
+    state = truth_in("columns", is_empty=True)
+    ckpt_tool.load(state, f"{url}/step-1")
+    for value in (1.0, 2.0):
+        ckpt_tool.save(state_of(value), f"{url}/step-2", timeout_s=TIMEOUT_S).wait()
+    return differences("columns", state)
 
 
 def saves_alone(url: str) -> None:

@@ -1,6 +1,6 @@
 """Saving in a job to object storage, and loading from it: bits, faults, and what killed jobs leave.
 
-With a server in this process, and marked ``storage`` with a real one.
+With a server in this process, and marked ``storage`` and ``hdfs`` with real ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.s3.place import S3Place
 from tests.job import remote_jobs
 from tests.storage.fault_proxy import fault_proxy
+from tests.storage.real_hdfs import real_hdfs
 from tests.storage.real_servers import seaweedfs
 from tests.storage.s3_server import BUCKET, s3_environment, s3_server
 
@@ -82,6 +83,24 @@ def test_saves_and_faults(s3: str, endpoint: str, tmp_path: Path, monkeypatch: p
     assert S3Place(f"{s3}/saves", single_file=False).under_way() == []
     names = {o.key for page in S3Client(BUCKET).pages("saves/") for o in page.objects}
     assert len(names) == 3 * (SIZE + 1)
+
+
+@pytest.mark.hdfs
+def test_saves_to_hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of the truth, the second save of a step replaces the first; what did not end is cleaned."""
+    with real_hdfs(tmp_path / "hdfs") as cluster:
+        monkeypatch.setenv("CKPT_WEBHDFS", cluster.webhdfs)
+        url = f"{cluster.url}/saves/run"
+        mp.spawn(remote_jobs.saves_to_hdfs, (SIZE, str(tmp_path / "rendezvous"), str(tmp_path), url), nprocs=SIZE)
+        for rank in range(SIZE):
+            assert json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))["differences"] == []
+        assert loaded(f"{url}/step-2") == 2.0
+        assert ckpt_tool.verify(f"{url}/step-1", level="full").findings == ()
+        (left,) = ckpt_tool.clean(url).leftovers
+        assert (left.path, left.n_files) == ("step-3.00000009.partial", SIZE + 1)
+        assert [step.path for step in ckpt_tool.ls(url).steps if not step.is_complete] == [left.path]
+        ckpt_tool.clean(url, dry_run=False)
+        assert [step.path for step in ckpt_tool.ls(url).steps] == ["step-1", "step-2"]
 
 
 @pytest.mark.storage
