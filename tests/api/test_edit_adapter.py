@@ -106,5 +106,5 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = base(tmp_path / "base")
     status = main(["edit", str(source), str(tmp_path / "out"), "--adapter", str(ADAPTER), "--no-fsync"])
     assert status == 0
-    assert "nothing is added up" in " ".join(capsys.readouterr().err.split())
+    assert "nothing is added up" in " ".join(capsys.readouterr().out.split())
     assert set(as_bytes(tmp_path / "out")) == set(as_bytes(source)) | set(as_bytes(ADAPTER))

@@ -46,7 +46,9 @@ def with_adapter(base: Checkpoint, adapter: Checkpoint, memory_budget_bytes: int
     listing = Listing(here.url, dict(sorted(sizes.items())))
     store = Beside(base.source.store, adapter.source.store, frozenset(guests), listing)
     source = Source(store, listing)
-    joined = Checkpoint(base.url, source, READER, READER.read(source), memory_budget_bytes)
+    said = dict.fromkeys((*base.manifest.notes, *adapter.manifest.notes))
+    manifest = READER.read(source).replace(notes=tuple(said))
+    joined = Checkpoint(base.url, source, READER, manifest, memory_budget_bytes)
     twice = sorted(path for path in there.sizes if path in own)
     notes = [
         f"{adapter.url}: {len(held):,} files of tensors put beside those of {base.url}, {pairs}; nothing is added up"
