@@ -25,6 +25,8 @@ def salvage_lines(done: SalvageResult, *, width: int) -> list[Line]:
     )
     lines = wrap(text, width, line("wrote ", Span(result.target_url, "bold green"), "  "), "  ")
     lines += wrap("what is kept and lost", width, line("wrote ", Span(done.report_url, "green"), "  "), "  ")
+    for said in done.borrowed[:_SHOWN]:
+        lines += wrap(said, width, line(Span("borrowed: ", "yellow")), "  ")
     for lost in done.lost[:_SHOWN]:
         lines += wrap(f"{lost.fqn}: {lost.why}", width, line(Span("lost: ", "bold red")), "  ")
     if len(done.lost) > _SHOWN:

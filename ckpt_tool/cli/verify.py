@@ -58,6 +58,14 @@ SalvageTo = Annotated[
         "--salvage", metavar="OUT", help="Write every tensor that is still wholly readable to OUT.", show_default=False
     ),
 ]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STEP",
+        help="With --salvage: another step of the run, to tell names and places where they are lost here.",
+        show_default=False,
+    ),
+]
 PlanFetch = Annotated[
     bool, typer.Option("--plan-fetch", help="Print only the files, or FILE FIRST-LAST bytes, to fetch again.")
 ]
@@ -77,6 +85,7 @@ def verify(
     sha256: Sha256 = False,
     against: Against = None,
     salvage: SalvageTo = None,
+    like: Like = None,
     plan_fetch: PlanFetch = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --salvage: replace what is there.")] = False,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="Findings shown of each kind, 0 for all.")] = 3,
@@ -93,12 +102,14 @@ def verify(
     layout holds the same. Both read every tensor; neither is a signature.
 
     --salvage reads every byte and writes what is still good: of files that were cut, of folders that lack files, of DCP
-    without .metadata; OUT.salvage.json lists what is kept and lost. Exit status 1 when anything is lost.
+    without .metadata; OUT.salvage.json lists what is kept and lost. Exit status 1 when anything is lost. --like STEP
+    takes names and places from another step where they are lost, says what speaks for them, and borrows no value.
 
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,
     groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}].
     With --plan-fetch: {"schema": 1, fetch [{file, offset, length}]}, length null for the rest, both for the whole file.
-    With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown.
+    With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown,
+    borrowed.
     """
     from ckpt_tool.api.trust.verify import verify as check
     from ckpt_tool.cli.render_findings import report_lines
@@ -107,9 +118,10 @@ def verify(
     _check_options(
         quick=quick, full=full, writes=bool(write_manifest), is_wide=wide or sha256, compares=bool(manifest or against),
         pairs=bool(strip_prefix or require_all), salvages=bool(salvage), overwrite=overwrite, plan_fetch=plan_fetch,
+        has_like=like is not None,
     )  # fmt: skip
     if salvage:
-        _salvage(sink, source, salvage, overwrite=overwrite, memory=memory, workers=workers)
+        _salvage(sink, source, salvage, like=like, overwrite=overwrite, memory=memory, workers=workers)
         return
     level = "quick" if quick else "full" if full else "default"
     with progress_bar(sink, "checking") as moved:
@@ -153,6 +165,7 @@ def _check_options(
     salvages: bool,
     overwrite: bool,
     plan_fetch: bool,
+    has_like: bool,
 ) -> None:
     """Raise where options do not go together."""
     if quick and full:
@@ -164,8 +177,8 @@ def _check_options(
         raise UsageError("--wide and --sha256 are for --write-manifest")
     if not compares and pairs:
         raise UsageError("--strip-prefix and --require-all are for --manifest and --against")
-    if overwrite and not salvages:
-        raise UsageError("--overwrite is for --salvage")
+    if (overwrite or has_like) and not salvages:
+        raise UsageError(f"{'--overwrite' if overwrite else '--like'} is for --salvage")
     if salvages and (quick or compares or writes or plan_fetch):
         raise UsageError("--salvage does not go with other kinds of verification")
 
@@ -198,13 +211,15 @@ def _show_fetch(sink: Output, report: VerifyReport) -> None:
         raise typer.Exit(_PROBLEMS_FOUND)
 
 
-def _salvage(sink: Output, source: str, target: str, *, overwrite: bool, memory: str, workers: int | None) -> None:
+def _salvage(
+    sink: Output, source: str, target: str, *, like: str | None, overwrite: bool, memory: str, workers: int | None
+) -> None:
     from ckpt_tool.api.trust.salvage import salvage
     from ckpt_tool.cli.render_salvage import salvage_lines
 
     with progress_bar(sink, "reading") as moved:
         done = salvage(
-            source, target, overwrite=overwrite, memory_budget_bytes=parse_bytes(memory), n_workers=workers,
+            source, target, like=like, overwrite=overwrite, memory_budget_bytes=parse_bytes(memory), n_workers=workers,
             progress=moved,
         )  # fmt: skip
     sink.show(salvage_lines(done, width=sink.width))

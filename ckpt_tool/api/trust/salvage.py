@@ -16,6 +16,7 @@ from ckpt_tool.api.convert.conversion import ConversionResult, Execution, build_
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.digest import take_digests
 from ckpt_tool.api.manifest_file import manifest_beside, write_text
+from ckpt_tool.api.trust.borrow import Borrowed, borrowed
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.checks.extents import measure
@@ -68,6 +69,8 @@ class SalvageResult:
     lost: tuple[Lost, ...]
     unknown: tuple[str, ...]
     """What nothing that is left can tell."""
+    borrowed: tuple[str, ...]
+    """What another step told, and what speaks for it."""
     report_url: str
 
     @property
@@ -76,7 +79,10 @@ class SalvageResult:
         return not self.lost and not self.unknown
 
     def to_json(self) -> dict[str, Any]:
-        """Schema ``ckpt-tool/salvage/1``: ``source format target``, ``kept[]``, ``lost[] {fqn why}``, ``unknown[]``."""
+        """Schema ``ckpt-tool/salvage/1``.
+
+        ``source format target``, ``kept[]``, ``lost[] {fqn why}``, ``unknown[]``, ``borrowed[]``.
+        """
         return {
             "schema": "ckpt-tool/salvage/1",
             "source": self.source_url,
@@ -85,6 +91,7 @@ class SalvageResult:
             "kept": list(self.kept),
             "lost": [asdict(each) for each in self.lost],
             "unknown": list(self.unknown),
+            "borrowed": list(self.borrowed),
         }
 
 
@@ -92,6 +99,7 @@ def salvage(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
+    like: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     durable: bool = True,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -106,6 +114,8 @@ def salvage(
 
     Args:
         source: what is left.
+        like: another step of the same run: what it says of structure is taken where ``source`` lacks it (``.metadata``,
+            an index, Megatron's common state), no payload and no value; what it has besides is told as lost.
         target: where to write; ``target + ".salvage.json"`` lists what is kept and lost.
         overwrite: replace what is there.
         durable: fsync before the target gets its name.
@@ -119,11 +129,14 @@ def salvage(
     url = os.fspath(source)
     store, listing = open_store(source)
     try:
-        reader, reading = _read(Source(store, listing, is_salvage=True))
+        lent = borrowed(Source(store, listing, is_salvage=True), like) if like is not None else None
+        reader, reading = _read(Source(store, listing, is_salvage=True) if lent is None else lent.source)
         opened = Checkpoint(url, reading.source, reader, reading.manifest, memory_budget_bytes)
         report = verify(opened, level="full", memory_budget_bytes=memory_budget_bytes, n_workers=n_workers)
         findings = (*reading.left_out, *report.findings)
         manifest = _readable(opened, findings)
+        if lent is not None:
+            manifest = _own_values(manifest, lent)
         opened = Checkpoint(url, reading.source, reader, manifest, memory_budget_bytes)
         rows = list(range(len(manifest.tensors)))
         taken = take_digests(
@@ -136,6 +149,11 @@ def salvage(
         there = {blob.fqn for blob in manifest.blobs}
         gone = [blob.fqn for blob in reading.manifest.blobs if blob.fqn not in there]
         lost_blobs += [Lost(fqn, "its bytes are not there") for fqn in gone]
+        if lent is not None:
+            seen = {*taken.table.tensors, *(each.fqn for each in (*lost, *lost_blobs)), *(blob.fqn for blob in blobs)}
+            lost += [
+                Lost(fqn, f"not here; {like} has it: {what}") for fqn, what in lent.known.items() if fqn not in seen
+            ]
         result = _write(opened, os.fspath(target), taken.table, blobs, overwrite=overwrite, durable=durable)
         unknown = [f.message for f in findings if f.kind in ("unreadable-file", "unsafe-pickle")]
         if not any(True for _ in _of_missing_files(opened)):
@@ -148,6 +166,7 @@ def salvage(
             (*taken.table.tensors, *(blob.fqn for blob in blobs)),
             (*lost, *lost_blobs),
             tuple(unknown),
+            () if lent is None else lent.notes,
             f"{manifest_beside(target).removesuffix('.digests.json')}{SUFFIX_OF_REPORT}",
         )
         write_text(json.dumps(done.to_json(), indent=1) + "\n", done.report_url)
@@ -196,6 +215,20 @@ def _readable(checkpoint: Checkpoint, findings: Sequence[Finding]) -> Manifest:
             is_hit = (chunks.offset < where.end) & (chunks.offset + chunks.length > where.offset)
             keep &= ~((chunks.file == row) & is_hit)
     return manifest.replace(chunks=chunks.take(np.flatnonzero(keep)))
+
+
+def _own_values(manifest: Manifest, lent: Borrowed) -> Manifest:
+    """The manifest without what only another step's files say."""
+    files = [row for row, entry in enumerate(manifest.files) if entry.path in lent.of_another_step]
+    if not lent.of_another_step:
+        return manifest
+    chunks = manifest.chunks.take(np.flatnonzero(~np.isin(manifest.chunks.file, files)))
+    stored = tuple(blob for blob in manifest.blobs if blob.where is not None and not _is_in(blob, lent))
+    return manifest.replace(chunks=chunks, blobs=stored)
+
+
+def _is_in(blob: Blob, lent: Borrowed) -> bool:
+    return blob.where is not None and blob.where.path in lent.of_another_step
 
 
 def _why(fqn: str, error: str, findings: Sequence[Finding]) -> str:

@@ -12,11 +12,12 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.probe import metadata_paths
 from ckpt_tool.formats.dcp.resolve import located_items
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.model import FileRange, Manifest
 
 __all__ = ["check"]
 
 _NAMES_SHOWN = 20
+_MEGATRON_COMMON, _MEGATRON_CONFIG = "common.pt", "metadata.json"
 
 
 def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
@@ -36,7 +37,10 @@ def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
 
 
 def _metadata_findings(source: Source) -> Iterator[Finding]:
-    """Holes in the ranks of a checkpoint that has one metadata file per rank."""
+    """Holes in the ranks of a checkpoint that has one metadata file per rank; what Megatron's lacks."""
+    if _MEGATRON_COMMON in source.listing and _MEGATRON_CONFIG not in source.listing:
+        said = f"{_MEGATRON_CONFIG} is missing beside {_MEGATRON_COMMON}: Megatron writes it last and needs it to load"
+        yield Finding("missing-metadata", Severity.ERROR, said, where=FileRange(_MEGATRON_CONFIG, 0, 0))
     ranks = {rank for path in metadata_paths(source) if (rank := rank_metadata(path)) is not None}
     for rank in sorted(set(range(max(ranks, default=-1) + 1)) - ranks)[:_NAMES_SHOWN]:
         yield Finding(

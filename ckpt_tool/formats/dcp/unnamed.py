@@ -17,10 +17,10 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
-__all__ = ["READER", "SUFFIX", "UnnamedItemsReader"]
+__all__ = ["READER", "SUFFIX", "UnnamedItemsReader", "walked_items"]
 
 SUFFIX = ".distcp"
-_END_RECORD, _DESCRIPTOR = b"PK\x05\x06", b"PK\x07\x08"
+_LOCAL_HEADER, _END_RECORD, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_NBYTES, _DESCRIPTOR_NBYTES = 22, 16
 _SEARCHED_NBYTES = 64 << 10
 
@@ -50,7 +50,7 @@ class UnnamedItemsReader(ResolvedReader):
             nbytes = source.listing.nbytes(path)
             reached = 0
             number = n_objects = 0
-            for start, end, payload in _items(source, path, nbytes, heads):
+            for start, end, payload in walked_items(source, path, nbytes, heads):
                 reached = end
                 if payload is None:
                     n_objects += 1
@@ -88,7 +88,7 @@ class UnnamedItemsReader(ResolvedReader):
                 yield Checksum(chunk.where, int.from_bytes(behind[4:8], "little"), chunk.fqn)
 
 
-def _items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> Iterator[tuple[int, int, Payload | None]]:
+def walked_items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> Iterator[tuple[int, int, Payload | None]]:
     """Start, end and payload of each item that is wholly there; None for one that is no plain tensor."""
     at = 0
     while at < nbytes:
@@ -100,7 +100,7 @@ def _items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> Iterator
         except CkptError:
             payload = None
         from_ = at if payload is None else at + payload.end
-        if not head.startswith(b"PK\x03\x04") or from_ > nbytes:
+        if not head.startswith(_LOCAL_HEADER) or from_ > nbytes:
             return
         end = _end(source, path, from_, nbytes)
         if end is None:
@@ -110,13 +110,21 @@ def _items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> Iterator
 
 
 def _end(source: Source, path: str, start: int, nbytes: int) -> int | None:
-    """The byte behind the end record that follows ``start``, and behind the zeros that pad to the next item."""
-    tail = source.store.read(path, start, min(_SEARCHED_NBYTES, nbytes - start))
-    found = tail.find(_END_RECORD)
-    if found < 0 or found + _END_NBYTES > len(tail):
-        return None
-    comment = int.from_bytes(tail[found + 20 : found + 22], "little")
-    return start + found + _END_NBYTES + comment
+    """The byte behind the first end record from ``start`` on that ends the file or stands before another item."""
+    at = start
+    while at < nbytes:
+        block = source.store.read(path, at, min(_SEARCHED_NBYTES, nbytes - at))
+        found = block.find(_END_RECORD)
+        while found >= 0 and found + _END_NBYTES <= len(block):
+            comment = int.from_bytes(block[found + 20 : found + 22], "little")
+            end = at + found + _END_NBYTES + comment
+            if end == nbytes or (end + 4 <= nbytes and source.store.read(path, end, 4) == _LOCAL_HEADER):
+                return end
+            found = block.find(_END_RECORD, found + 1)
+        if at + len(block) >= nbytes:
+            return None
+        at += len(block) - _END_NBYTES
+    return None
 
 
 READER = UnnamedItemsReader()

@@ -19,7 +19,7 @@ from ckpt_tool.errors import FormatError, NotFound, Unsupported
 from ckpt_tool.formats._dcp import objects
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.formats.megatron.common_state import read_common
+from ckpt_tool.formats.megatron.common_state import COMMON_FILE, read_common
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
@@ -72,6 +72,8 @@ class MegatronZarrReader:
             location = locate(source, _is_complete, lambda path: path.endswith(_ARRAY))
         except (FormatError, NotFound) as error:
             return Probe(0.95, str(error))
+        if location is None and _lacks_config(source):
+            return Probe(0.96, f"{COMMON_FILE} beside folders with .zarray, without {CONFIG_NAME}")
         if location is None:
             return Probe(0.0, f"no {CONFIG_NAME} beside folders with .zarray, here or in an iteration's folder")
         backend = sharded_config(within(source, location.folder)).get("sharded_backend")
@@ -92,7 +94,12 @@ class MegatronZarrReader:
         """
         location = locate(source, _is_complete, lambda path: path.endswith(_ARRAY))
         if location is None:
-            raise NotFound(f"no {CONFIG_NAME} beside folders with .zarray", where=source.listing.url)
+            raise NotFound(
+                f"{CONFIG_NAME} is missing beside folders with .zarray: mcore writes it last, so the save did not end, "
+                "or not all was copied",
+                where=source.listing.url,
+                hint=f"fetch it; else ckpt verify {source.listing.url} --salvage OUT --like ANOTHER_STEP",
+            )
         with places_below(location.folder):
             return self._read(source, location)
 
@@ -170,6 +177,13 @@ def _is_complete(names: Iterable[str]) -> bool:
     """Whether an iteration's folder has ``metadata.json``, which is written last, and arrays."""
     found = set(names)
     return CONFIG_NAME in found and any(name.endswith(_ARRAY) and name.count("/") == 1 for name in found)
+
+
+def _lacks_config(source: Source) -> bool:
+    """Whether everything else of such a checkpoint is here."""
+    listing = source.listing
+    is_there = listing.entry is None and COMMON_FILE in listing and CONFIG_NAME not in listing
+    return is_there and bool(listing.match("*" + _ARRAY))
 
 
 def _keys(source: Source) -> list[str]:

@@ -28,7 +28,7 @@ __all__ = ["READER", "TorchSaveReader"]
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 _NUMBERED = re.compile(r"(?:.*/)?[^/]*-\d+-of-(\d+)\.[a-z]+")  # pytorch_model-00001-of-00003.bin
 _MODEL_NAME = "pytorch_model.bin"
-_OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json")
+_OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json", ".zarray")
 _MAX_PROBED = 8
 
 
