@@ -73,12 +73,10 @@ REORDERED: Mapping[str, tuple[Callable[[Array], Array], str, str]] = {
 
 def test_rows_in_another_order_in_one_part_of_a_tensor() -> None:
     """Of parts that are the same on both sides the rows are looked at too, once a difference was seen in another."""
-    a = random(4096, 10)
-    order = np.arange(4096)
-    order[3000:3003] = order[[3002, 3000, 3001]]
-    why = reason(a, a[order], memory_budget_bytes=1 << 20, n_workers=2)
-    assert why is not None
-    assert why[0] == "rows-reordered"
+    a = random(8, 4096)
+    order = [0, 1, 4, 3, 2, 5, 6, 7]  # of the rows that differ alone, blocks of two could have changed places
+    why = reason(a, a[order], memory_budget_bytes=1 << 19, n_workers=2)
+    assert why == ("rows-reordered", "B holds A's rows in another order (2 moved; row 2 is A's 4)")
 
 
 @pytest.mark.parametrize("name", REORDERED)
