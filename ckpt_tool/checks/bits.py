@@ -20,6 +20,8 @@ from ckpt_tool.records import dataclass
 __all__ = ["GRANULE", "BitPatterns", "NonFinite", "bit_patterns", "granules", "hold_numbers", "scan_non_finite"]
 
 GRANULE = 1024
+_HEAD = 256
+"""Elements that are looked at first; of 500 and more numpy would let other threads in, and wait for its turn again."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def granules(bits: npt.NDArray[Any], patterns: BitPatterns | None) -> npt.NDArra
         bits: native and unsigned.
         patterns: those of the type; None where all are numbers.
     """
-    if patterns is not None and patterns.nbytes >= 4 and not _are_small(bits[:GRANULE], patterns):
+    if patterns is not None and patterns.nbytes >= 4 and not _are_small(bits[:_HEAD], patterns):
         return _reduced(bits, _squares)
     return _reduced(bits, _union)
 
