@@ -1,4 +1,4 @@
-"""Measuring whole processes side by side: interleaved runs, wall time and peak memory from the operating system.
+"""Measuring whole processes side by side: interleaved runs, time and peak memory as the system says.
 
 Machines are noisy and drift, so commands take turns (A B C A B C ...), and what counts is the ratio of medians.
 """
@@ -40,30 +40,34 @@ class Figure:
     median_s: float
     max_s: float
     peak_mb: float
+    cpu_s: float | None = None
+    """Median of the processors' seconds, in the program and in the kernel: what other load changes least."""
 
 
 def interleaved(rows: Sequence[Row], *, n_rounds: int) -> list[Figure]:
     """Run all commands in turn, one unmeasured round first; a command that fails stops the benchmark."""
     seconds: dict[str, list[float]] = {row.name: [] for row in rows}
+    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
     peaks: dict[str, list[float]] = {row.name: [] for row in rows}
     for number in range(n_rounds + 1):
         for row in rows:
             if row.output is not None:
                 _remove(row.output)
-            wall, peak = _run(row)
+            wall, cpu_s, peak = _run(row)
             if number:
                 seconds[row.name].append(wall)
+                cpu[row.name].append(cpu_s)
                 peaks[row.name].append(peak)
     for row in rows:
         if row.output is not None:
             _remove(row.output)
     return [
-        Figure(name, min(times), statistics.median(times), max(times), max(peaks[name]))
+        Figure(name, min(times), statistics.median(times), max(times), max(peaks[name]), statistics.median(cpu[name]))
         for name, times in seconds.items()
     ]
 
 
-def _run(row: Row) -> tuple[float, float]:
+def _run(row: Row) -> tuple[float, float, float]:
     # An installed program has its bytecode; a shell that forbids writing it would time the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | dict(row.environment or {})
     started = time.perf_counter()
@@ -74,7 +78,7 @@ def _run(row: Row) -> tuple[float, float]:
     wall = time.perf_counter() - started
     if process.returncode:
         raise RuntimeError(f"{row.name} exited with {process.returncode}: {errors.decode()[-2000:]}")
-    return wall, usage.ru_maxrss * 1024 / 1e6
+    return wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
 
 
 def _remove(path: Path) -> None:
@@ -92,14 +96,16 @@ def report(title: str, figures: Sequence[Figure], *, peer: str, write: Callable[
     if path.exists():
         before = {row["name"]: row["ratio"] for row in json.loads(path.read_text())["rows"]}
     write(f"\n{title}")
-    write(f"{'':34s} {'min s':>8s} {'median':>8s} {'max':>8s} {'x ' + peer:>12s} {'last':>8s} {'peak MB':>9s}")
+    times = " ".join(f"{head:>8s}" for head in ("min s", "median", "max"))
+    write(f"{'':34s} {times} {'x ' + peer:>12s} {'last':>8s} {'cpu s':>8s} {'peak MB':>9s}")
     rows = []
     for figure in figures:
         ratio = figure.median_s / base.median_s
+        cpu = f"{'-':>8s}" if figure.cpu_s is None else f"{figure.cpu_s:8.3f}"
         last = f"{before[figure.name]:8.2f}" if figure.name in before else f"{'-':>8s}"
         write(
             f"{figure.name:34s} {figure.min_s:8.3f} {figure.median_s:8.3f} {figure.max_s:8.3f} {ratio:12.2f} {last} "
-            f"{figure.peak_mb:9.0f}"
+            f"{cpu} {figure.peak_mb:9.0f}"
         )
         rows.append({**asdict(figure), "ratio": ratio})
     RESULTS.mkdir(exist_ok=True)
