@@ -1,10 +1,10 @@
 """Names in veScale's checkpoints, which have the model in one DCP folder, and an optimizer's for each pipeline stage.
 
-Written from veScale's public sources (``vescale/checkpoint/api/vescale_checkpointer.py``, ``planner/vescale``,
-``vescale/optim/distributed_optimizer.py`` of 2024), not from bytes that it wrote: it runs on GPUs. Its writer is
-torch's, with a storage record of its own. An optimizer's state is keyed by dtype, then by model chunk and name, and its
-masters are called ``shard_casted_float16_groups``. Moments and masters are whole boxes in the shape of the weights:
-flat parts, as data-parallel ranks hold them, are joined before they are written.
+As veScale 0.0.1 writes them (``vescale/checkpoint/api/vescale_checkpointer.py``, ``planner/vescale``,
+``vescale/optim/distributed_optimizer.py``); of several pipeline stages there are the sources alone, and no bytes. Its
+writer is torch's, with a storage record of its own. An optimizer's state is keyed by dtype, then by model chunk and
+name, and its masters are called ``shard_casted_float16_groups``. Moments and masters are whole boxes in the shape of
+the weights: flat parts, as data-parallel ranks hold them, are joined before they are written.
 
 Names: states are ``optimizer.state.<parameter>.<state>``; what else a stage has keeps its keys below
 ``optimizer.pp_<stage>``.

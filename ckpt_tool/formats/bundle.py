@@ -55,7 +55,10 @@ class Bundle:
         parts = [(folder, self._part(source, folder)) for folder in self._known(source)]
         merged = merge_manifests(parts, format_name=self.name, root=source.listing.url)
         info = {key: value for _, part in reversed(parts) for key, value in part.info.items()}
-        info["parts"] = [asdict(bounds) for bounds in bounds_of(parts)]
+        info["parts"] = [
+            {key: list(span) if isinstance(span, tuple) else span for key, span in asdict(bounds).items()}
+            for bounds in bounds_of(parts)
+        ]
         mesh = next((part.mesh for _, part in parts if part.mesh is not None), None)
         notes = tuple(f"{folder}: {note}" for folder, part in parts for note in part.notes)
         return merged.replace(info=info, mesh=mesh, notes=notes)

@@ -18,15 +18,16 @@ from tests.formats.conformance import FIXTURES, Case, truth_of
 ARCHIVE = FIXTURES / "zoo/checkpoints.tar.xz"
 
 
-def _extracted() -> Path:
+def extracted(archive: Path) -> Path:
+    """A folder with the files of an archive, which is removed when the tests end."""
     folder = Path(tempfile.mkdtemp(prefix="ckpt-zoo-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
     return folder
 
 
-CHECKPOINTS = _extracted()
+CHECKPOINTS = extracted(ARCHIVE)
 
 
 def case(name: str, below: str = "ckpt", rename: Callable[[str], str | None] = str, **limits: Any) -> Case:

@@ -240,7 +240,14 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             ),
         ),
     ),
-    "vescale": ("veScale: a DCP folder for the model, and one per pipeline stage for its optimizer", ()),
+    "vescale": (
+        "veScale: a DCP folder for the model, and one per pipeline stage (by its sources) for its optimizer",
+        read(
+            "veScale 0.0.1",
+            DP_and_TP="vescale/checkpoints.tar.xz!dp2_tp2/ckpt",
+            states_shared_by_ranks="vescale/checkpoints.tar.xz!dp3/ckpt",
+        ),
+    ),
     "accelerate": (
         "a folder of accelerate: a checkpoint each for model and optimizer",
         read("accelerate", FSDP2="deepspeed/accelerate_fsdp2/ckpt"),

@@ -1,7 +1,7 @@
-"""veScale's layout, made with torch's own writer as its sources describe it: a DCP folder each for model and stages.
+"""veScale's checkpoints: two that it wrote itself, and others made by torch's writer as its sources describe them.
 
-No bytes of veScale's own are here: it runs on GPUs. What is made by hand is its keys, its folders and its record of
-where an item is; and, of ragged shards, the class that its pickles name.
+What is made by hand is pipeline stages, of which veScale saves none without GPUs; and, of ragged shards, which came
+after its only release, the class that its pickles name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,29 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.ragged import ragged_boxes
 from ckpt_tool.formats._torch_file.written import fresh_tensor
+from ckpt_tool.formats.bundle import VESCALE
 from ckpt_tool.geometry.box import Box
+from tests.formats.conformance import FIXTURES, Case, ReaderTests, truth_of
+from tests.formats.zoo import extracted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
+REAL = extracted(FIXTURES / "vescale/checkpoints.tar.xz")
 MODULE = "vescale.dtensor.placement_types"
+
+
+def our_name(name: str) -> str:
+    """Our name of a tensor in the truth."""
+    section, _, rest = name.partition("/")
+    return rest if section == "model" else f"optimizer.state.{rest.replace('/', '.')}"
+
+
+class TestVeScale(ReaderTests):
+    """Weights, fp32 masters, moments and steps, of its own release; also where ranks shared one parameter's state."""
+
+    reader = VESCALE
+    reader_import = "ckpt_tool.formats.bundle:VESCALE"
+    cases = tuple(Case(name, REAL / name / "ckpt", truth_of(REAL / name, our_name)) for name in ("dp2_tp2", "dp3"))
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:
