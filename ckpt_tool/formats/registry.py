@@ -66,6 +66,7 @@ _WRITERS = {
     "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),
     "npz": ("ckpt_tool.formats.npz.writer", "WRITER"),
     "orbax": ("ckpt_tool.formats.orbax.writer", "WRITER"),
+    "consolidated": ("ckpt_tool.formats.consolidated.writer", "WRITER"),
     "deepspeed": ("ckpt_tool.formats.deepspeed.native_writer", "WRITER"),
     "deepspeed-universal": ("ckpt_tool.formats.deepspeed.universal_writer", "WRITER"),
     "megatron-dist": ("ckpt_tool.formats.megatron.dist_writer", "WRITER"),

@@ -43,6 +43,8 @@ _HAS_CONFIG = frozenset({"safetensors"})
 _HOLDS_OBJECTS = frozenset(
     {"dcp", "torch-save", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing", "orbax"}
 )
+_WHOLE_ON_ONE_RANK = frozenset({"consolidated"})
+"""Layouts of ranks that programs load as one file too."""
 _BY_SUFFIX = {".npz": "npz", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
 
 
@@ -141,7 +143,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             views = renaming_views(before, new_names)
     writer = writer_named(to or _by_suffix(target))
     to = writer.name
-    if writer.per_rank:
+    if writer.per_rank and to not in _WHOLE_ON_ONE_RANK:
         raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
     if isinstance(writer, PlacingWriter):
         raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")

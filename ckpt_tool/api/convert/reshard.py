@@ -14,6 +14,7 @@ from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_chec
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
+    Dropped,
     Execution,
     build_conversion,
     cast_model,
@@ -44,6 +45,7 @@ __all__ = ["prepare_reshard", "reshard"]
 
 _DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
 _WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz"})
+_WEIGHTS_ALONE = frozenset({"consolidated"})
 
 
 def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
@@ -155,9 +157,12 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
-        selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=None, unequal=unequal)
+        sections = ("model",) if to in _WEIGHTS_ALONE else None
+        selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=sections, unequal=unequal)
         manifest, blobs = selection.manifest, checkpoint.load_blobs()
         dropped, notes = selection.dropped, [*selection.notes]
+        if to in _WEIGHTS_ALONE:
+            dropped, blobs = (*dropped, *(Dropped(blob.fqn, "not a tensor") for blob in blobs)), ()
         options = WriterOptions(
             vpp=vpp,
             first_stage_layers=first_stage_layers,

@@ -47,11 +47,14 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         _zoo("torchsnapshot 0.1.0", slabs="torchsnapshot_slabs", files="torchsnapshot_files"),
     ),
     "consolidated": (
-        "Meta's consolidated.NN.pth with params.json, joined",
-        _zoo(
-            "fairscale's layers",
-            embedding_cut_by_columns="consolidated_llama2",
-            grouped_queries_and_rows_of_the_vocabulary="consolidated_llama3",
+        "Meta's consolidated.NN.pth with params.json, joined; written in any number of files",
+        (
+            *_zoo(
+                "fairscale's layers",
+                embedding_cut_by_columns="consolidated_llama2",
+                grouped_queries_and_rows_of_the_vocabulary="consolidated_llama3",
+            ),
+            written("torch 2.13.0", "torch.load of each file, as fairscale cuts it", "consolidated/test_writer.py"),
         ),
     ),
     "gguf": (
