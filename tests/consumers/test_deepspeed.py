@@ -40,6 +40,15 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("ds_z1_fp32", 3, 2, FP32),
     ("ds_z0_fp32", 2, 2, FP32),
 ]  # fmt: skip
+# What is written of four ranks' pipeline and experts: stages, ranks, and how the run that loads it parts its layers.
+GRIDS: list[dict[str, Any]] = [
+    {"kind": "pipeline", "pp": 1, "dp": 2, "method": "uniform"},
+    {"kind": "pipeline", "pp": 2, "dp": 1, "method": "uniform"},
+    {"kind": "pipeline", "pp": 2, "dp": 2, "method": "type:block", "first_stage_layers": 2},
+    {"kind": "moe", "pp": 1, "dp": 4, "ep": 4, "stage": 1},
+    {"kind": "moe", "pp": 1, "dp": 3, "ep": 1, "stage": 2},
+    {"kind": "moe", "pp": 1, "dp": 2, "ep": 2, "stage": 2},
+]
 TOOLS = """
 import json, os, subprocess, sys, torch
 import deepspeed
@@ -77,14 +86,16 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name_of(case): root / name_of(case) for case in CASES}
 
 
-def said_of(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def said_of(
+    rows: Sequence[Mapping[str, Any]], folder: Path, script_name: str = "ds_accept_native.py"
+) -> list[dict[str, Any]]:
     """What rank 0 of each case's run says."""
     (folder / "cases.json").write_text(json.dumps(rows), "utf-8")
-    script = DEEPSPEED / "make/ds_accept_native.py"
+    script = DEEPSPEED / "make" / script_name
     command = [os.environ["CKPT_PEER_DEEPSPEED"], str(script), str(folder / "cases.json")]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"stage"')]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith(('{"stage"', '{"kind"'))]
 
 
 def test_training_goes_on(targets: Mapping[str, Path], tmp_path: Path) -> None:
@@ -107,6 +118,26 @@ def test_training_goes_on(targets: Mapping[str, Path], tmp_path: Path) -> None:
         assert found["groups"] == [[rates[0], 0.1], [rates[1], 0.0]]
         assert found["last_epoch"] == 4
         assert {"my_iteration", "note"} <= set(found["client"])
+
+
+def test_training_goes_on_in_other_stages_and_with_other_ranks_for_experts(tmp_path: Path) -> None:
+    """Pipelines of other stages, and experts that more or fewer ranks share; every master and moment is the truth's."""
+    rows = []
+    for number, case in enumerate(GRIDS):
+        source = DEEPSPEED / ("ds_moe_ep2_z1" if case["kind"] == "moe" else "ds_pp2_dp2_z1")
+        grid = {key: case[key] for key in ("pp", "dp", "ep", "first_stage_layers") if key in case}
+        stage = case.get("stage", 1)
+        target = tmp_path / f"{number}"
+        reshard(source / "ckpt", target, to="deepspeed", zero_stage=stage, durable=False, **grid)
+        rows.append({**case, "folder": str(target), "truth": str(source / "truth.safetensors")})
+    for case, found in zip(GRIDS, said_of(rows, tmp_path, "ds_accept_grid.py"), strict=True):
+        assert (found["kind"], found["world"], found["wrong"]) == (case["kind"], case["pp"] * case["dp"], []), case
+        assert found["equal"] == found["of"] == (68 if case["kind"] == "moe" else 52)
+        assert (found["steps"], found["later"], found["global_steps"]) == ([3.0], [4.0], 4)
+        if case["kind"] == "moe":
+            assert (found["rates"], found["names"]) == ([[0.01, 0.01]], ["all", f"ep_size_{case['ep']}"])
+        else:
+            assert found["rates"] == [[0.01, 0.1], [0.02, 0.0]]
 
 
 def test_its_tools_take_it(targets: Mapping[str, Path], tmp_path: Path) -> None:

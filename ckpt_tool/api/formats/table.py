@@ -201,7 +201,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         ),
     ),
     "deepspeed": (
-        "DeepSpeed: ZeRO 0 to 3, pipeline, experts, tensor parallel; written at ZeRO 1 to 3",
+        "DeepSpeed: ZeRO 0 to 3, pipeline, experts, tensor parallel; written at ZeRO 1 to 3 on other grids",
         (
             *read(
                 "DeepSpeed 0.19.8",
@@ -221,7 +221,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             Proof(
                 "writes for",
                 "DeepSpeed 0.19.8",
-                "load_checkpoint at ZeRO 1 to 3 on other ranks",
+                "load_checkpoint at ZeRO 1 to 3 on other ranks, in other stages, with experts shared otherwise",
                 "tests/consumers/test_deepspeed.py",
             ),
         ),

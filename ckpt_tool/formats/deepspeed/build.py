@@ -22,7 +22,7 @@ from ckpt_tool.formats._torch_file.assemble import Assembly, Part, PlacedBy, ass
 from ckpt_tool.formats._torch_file.entries import Entries, Entry, entries_of
 from ckpt_tool.formats._torch_file.placed import Piece, Placed, whole
 from ckpt_tool.formats.deepspeed.modules import Weights
-from ckpt_tool.formats.deepspeed.opened import Checkpoint
+from ckpt_tool.formats.deepspeed.opened import INFO_KEY, Checkpoint
 from ckpt_tool.formats.deepspeed.partition import round_robin_order
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.states import StateChunks, scalar_names, scalar_of
@@ -103,6 +103,9 @@ def build(
     apart = {fqn for fqn, count in repeated.items() if count > 1}
     assembly = assemble([*parts, *whole_parts, *values], _section, _placed_by(placement, located, apart))
     built = Built(assembly, StateChunks(assembly.rows, placement), entries)
+    if found.tp_world_size > 1 and isinstance(found.universal_info, Mapping):
+        record = Blob(INFO_KEY, "value", None, found.universal_info, (INFO_KEY,), is_loaded=True)
+        assembly.blobs.append(record)  # whole: its keys are patterns, and a target's ranks need it
     fragments = list(fragment_sets(found))
     placed = {name for flat in fragments for name in flat.names} | set(lent)
     _declare(built, placement, weights, _master_dtypes(weights, sets), placed)

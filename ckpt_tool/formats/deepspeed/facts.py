@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.formats.deepspeed.build import Built
+from ckpt_tool.formats.deepspeed.experts import expert_of
 from ckpt_tool.formats.deepspeed.locate import Located
 from ckpt_tool.formats.deepspeed.modules import Weights
 from ckpt_tool.formats.deepspeed.opened import INFO_FILE, Checkpoint
@@ -70,9 +71,50 @@ def facts_of(
         "unjoined": sorted(placement.unjoined),
         "shared": dict(sorted(weights.aliases.items())),
         "buffers": sorted(weights.buffers),
+        "pipeline": _pipeline(found, weights),
+        "expert_layers": _expert_layers(found),
+        "padded_rows": dict(sorted(placement.padded.items())),
         "weights_are_masters": weights.is_stage3 and bool(found.optims),
     }
     return {key: value for key, value in facts.items() if type(value) is int or value}
+
+
+def _pipeline(found: Checkpoint, weights: Weights) -> dict[str, Any]:
+    """Which numbered layers each stage of a pipeline has, and the first layer and the stages of tied parameters.
+
+    A layer whose parameters are all frozen or tied is on the stage of the one before it, as far as is told.
+    """
+    if not found.layers:
+        return {}
+    stages: dict[int, int] = {}
+    for mp, names in weights.trained.items():
+        for name in names:
+            number = name.partition(".")[0]
+            if number.isdecimal():
+                stages.setdefault(int(number), mp // found.tp_world_size)
+    tied = {}
+    for own, name in weights.renamed.items():
+        held = sorted({mp // found.tp_world_size for mp, names in weights.trained.items() if name in names})
+        layer = int(own.partition(".")[0])
+        tied[name] = {"layer": layer, "stages": held}
+        stages.setdefault(layer, held[0])
+    by_stage: list[list[int]] = [[] for _ in range(found.mp_world_size // found.tp_world_size)]
+    current = 0
+    for layer in sorted({file.layer for file, _ in found.layers} | set(stages)):
+        current = stages.get(layer, current)
+        by_stage[current].append(layer)
+    return {"stages": by_stage, "tied": tied, "has_model_axis": any(file.tp is not None for file, _ in found.layers)}
+
+
+def _expert_layers(found: Checkpoint) -> dict[str, int]:
+    """The numbers that files of experts have, by what the names of their layer's experts begin with."""
+    layers: dict[str, int] = {}
+    for file, opened in found.experts:
+        for name in opened.root if isinstance(opened.root, Mapping) else ():
+            expert = expert_of(str(name))
+            if expert is not None:
+                layers.setdefault(expert[0], file.layer)
+    return layers
 
 
 def add_notes(

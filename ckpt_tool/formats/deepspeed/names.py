@@ -74,6 +74,8 @@ class ExpertFile:
 
     path: str
     mp: int
+    layer: int
+    """Number among the layers with experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def tag_files(paths: Iterable[str], folder: str) -> TagFiles:
         elif found := _LAYER.fullmatch(name):
             layers.append(LayerFile(path, int(found["layer"]), None if found["tp"] is None else int(found["tp"])))
         elif found := _EXPERT.fullmatch(name):
-            experts.append((int(found["layer"] or 0), int(found["expert"]), ExpertFile(path, int(found["mp"]))))
+            layer = int(found["layer"] or 0)
+            experts.append((layer, int(found["expert"]), ExpertFile(path, int(found["mp"]), layer)))
         elif _EXPERT_OPTIM.fullmatch(name):
             expert_optims.append(path)
     return TagFiles(

@@ -1,4 +1,4 @@
-"""The writer of DeepSpeed's own checkpoints, ZeRO stages 1 to 3, at any number of data-parallel ranks.
+"""The writer of DeepSpeed's own checkpoints, ZeRO stages 1 to 3, on any grid that the source's facts give cuts for.
 
 What the loader needs was read off DeepSpeed 0.19.8 (``runtime/engine.py``, ``zero/stage_1_and_2.py``,
 ``zero/stage3.py``) and its files. The plain form is written, which BF16_Optimizer and elastic runs load
@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.errors import LayoutError, Unsupported, UsageError
+from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._torch_file.written import check_dtypes
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.names import LATEST
 from ckpt_tool.formats.deepspeed.target_facts import step_of
 from ckpt_tool.formats.deepspeed.target_files import TargetFiles
+from ckpt_tool.formats.deepspeed.target_grid import Grid
 from ckpt_tool.formats.deepspeed.target_parts import TargetParts
 from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
@@ -30,14 +31,13 @@ from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["WRITER", "DeepSpeedWriter"]
 
-_TO_UNIVERSAL = "write --to deepspeed-universal, which DeepSpeed loads at any stage and on any grid"
-
 
 class DeepSpeedWriter:
     """Lays out a folder with ``latest`` and the files of one step, as the ranks of the target would have saved them.
 
     The order of parameters within a group is that of the source's optimizer, which is that of the program; a run loads
-    it by position. Round robin, alignment and sub-groups follow the source's configuration.
+    it by position. Round robin, alignment and sub-groups follow the source's configuration. Stages are runs of a
+    pipeline's numbered layers, experts are shared as their layers do it, and tensor-parallel ranks by the record of it.
     """
 
     name = "deepspeed"
@@ -60,10 +60,11 @@ class DeepSpeedWriter:
 
         Raises:
             UsageError: the stage is not known.
-            Unsupported: pipeline stages, tensor-parallel ranks, or experts.
-            LayoutError: at stage 3, whether a weight is a buffer is not known.
+            Unsupported: axes that its files do not have.
+            LayoutError: at stage 3, whether a weight is a buffer is not known; shards of the source are not joined.
         """
-        _check_grid(source, mesh)
+        Grid.of(mesh)
+        _check_joined(source)
         stage = options.zero_stage or source.info.get("zero_stage") or 0
         if stage not in (1, 2, 3):
             raise UsageError("the ZeRO stage of the target is not known", hint="say --zero-stage 1, 2 or 3")
@@ -119,8 +120,7 @@ class DeepSpeedWriter:
         options: WriterOptions,
     ) -> BoxTable:
         """Each rank's part of every flat vector; weights on the first rank, at stage 3 buffers on all."""
-        del options
-        return TargetParts.of(tensors, blobs, info, world_size=mesh.get("dp", 1)).boxes()
+        return TargetParts.of(tensors, blobs, info, mesh=mesh, options=options).slots.boxes
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """The folder; ``latest`` is written last.
@@ -130,7 +130,8 @@ class DeepSpeedWriter:
             LayoutError: parameters of a vector have different steps.
         """
         check_dtypes(request.tensors)
-        parts = TargetParts.of(request.tensors, request.blobs, request.info, world_size=request.world_size)
+        mesh = dict(zip(request.mesh_axes, request.mesh_sizes, strict=True))
+        parts = TargetParts.of(request.tensors, request.blobs, request.info, mesh=mesh, options=request.options)
         tag = str(request.info.get("tag") or f"global_step{step_of(parts.state, request.info) or 0}")
         if tag.endswith("_universal"):
             tag = tag.removesuffix("_universal")
@@ -174,18 +175,7 @@ class DeepSpeedWriter:
         return LayOut(manifest, tuple(segments), LATEST, needs_crc32=True, seal=seal)
 
 
-def _check_grid(source: Manifest, mesh: Mapping[str, int]) -> None:
-    wide = {axis: size for axis, size in mesh.items() if axis != "dp" and size > 1}
-    if wide:
-        spelled = ", ".join(f"{axis}={size}" for axis, size in wide.items())
-        raise Unsupported(f"deepspeed is written for data-parallel ranks, got {spelled}", hint=_TO_UNIVERSAL)
-    own = source.mesh
-    n_stages = own.sizes[own.axes.index("pp")] if own is not None and "pp" in own.axes else 1
-    if source.info.get("zero_stage") is not None and n_stages > 1:
-        raise Unsupported("a pipeline keeps each layer in a file of its own", hint=_TO_UNIVERSAL)
-    experts = next((fqn for fqn in source.tensors.fqns if "deepspeed_experts." in fqn), None)
-    if experts is not None:
-        raise Unsupported("experts have files and partitions of their own", where=experts, hint=_TO_UNIVERSAL)
+def _check_joined(source: Manifest) -> None:
     if source.info.get("unjoined"):
         raise LayoutError(
             "tensor-parallel shards of the source are not joined",

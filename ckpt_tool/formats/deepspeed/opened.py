@@ -21,6 +21,7 @@ from ckpt_tool.records import dataclass
 
 __all__ = [
     "INFO_FILE",
+    "INFO_KEY",
     "Checkpoint",
     "ModelState",
     "OptimState",

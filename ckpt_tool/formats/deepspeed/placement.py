@@ -31,7 +31,10 @@ class Target:
 
 @dataclass
 class Placement:
-    """Targets by rank and parameter. ``copies``, ``averaged`` and ``unjoined`` fill as targets are asked for."""
+    """Targets by rank and parameter.
+
+    ``copies``, ``averaged``, ``unjoined`` and ``padded`` fill as targets are asked for.
+    """
 
     tp_world_size: int
     mp_world_size: int
@@ -48,6 +51,8 @@ class Placement:
     """By name: ranks that hold the same elements, the one that is taken first."""
     averaged: set[str] = field(default_factory=set)
     unjoined: set[str] = field(default_factory=set)
+    padded: dict[str, int] = field(default_factory=dict)
+    """By name: rows that all shards have together, where some of them are padding."""
 
     def targets(self, mp: int, name: str) -> tuple[Target, ...]:
         """What rank ``mp``'s copy of ``name`` is; nothing when another rank's is taken.
@@ -87,6 +92,8 @@ class Placement:
             )
         if join.is_averaged:
             self.averaged.add(name)
+        if join.padded_rows:
+            self.padded[name] = join.padded_rows
         return self._placed(name, mp, holders, tp, join)
 
     def _placed(self, name: str, mp: int, holders: list[int], tp: int, join: Join) -> tuple[Target, ...]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.errors import FormatError, LayoutError, Unsupported
 from ckpt_tool.formats.deepspeed.affine import Pair, View, box_pairs, clipped
 from ckpt_tool.formats.deepspeed.patterns import Patterns
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass, field
 
-__all__ = ["Join", "Rules", "identity"]
+__all__ = ["Cut", "Join", "Rules", "identity"]
 
 Shape = tuple[int, ...]
 
@@ -32,11 +32,21 @@ class Join:
     how: str
     is_averaged: bool = False
     """The trainer takes the mean of the copies, which need not be equal; here the first rank's is taken."""
+    padded_rows: int = 0
+    """Rows of all shards together, where some are padding."""
 
     @property
     def replicated_on(self) -> tuple[int, ...]:
         """Ranks whose copy is not taken."""
         return tuple(rank for rank, pairs in self.pairs.items() if not pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One rank's shard of a tensor."""
+
+    shape: Shape
+    pairs: tuple[Pair, ...]
 
 
 def identity(shape: Shape) -> tuple[Pair, ...]:
@@ -104,6 +114,52 @@ class Rules:
                 raise
         return self._joins[key]
 
+    def cut(self, name: str, shape: Shape, world_size: int, padded_rows: int = 0) -> dict[int, Cut]:
+        """The shard of each of ``world_size`` ranks of a tensor; the reverse of `join`.
+
+        Args:
+            name: of the parameter.
+            shape: of the whole.
+            world_size: number of tensor-parallel ranks.
+            padded_rows: rows that all shards have together where that is more than the whole has.
+
+        Raises:
+            LayoutError: the rule does not say how so many ranks share it.
+            Unsupported: a rule that is more than copies of boxes.
+        """
+        entry = self.affine.get(name)
+        whole = {rank: Cut(shape, identity(shape)) for rank in range(world_size)}
+        if world_size == 1 or (entry is None and (self.replicated.get(name) or self.averaged.get(name))):
+            return whole
+        if entry is not None:
+            return _affine_cuts(entry, name, world_size)
+        parts = self.parts.get(name)
+        widths = self.part_widths.get(name)
+        if self.halves.get(name):
+            dim, sizes = 0, [(padded_rows or shape[0]) // 2] * 2
+        elif parts is not None:
+            dim, sizes = parts[0], list(parts[1])
+        else:
+            dim = 1 if self.rows.get(name) and len(shape) > 1 else 0
+            sizes = [(padded_rows if dim == 0 else 0) or shape[dim]] if shape else []
+        if parts is not None and widths is not None:
+            own = {rank: [int(part[rank]) for part in widths if rank < len(part)] for rank in whole}
+        else:
+            own = {rank: [size // world_size for size in sizes] for rank in whole}
+        if [sum(column) for column in zip(*own.values(), strict=True)] != sizes or len(own) != world_size:
+            raise LayoutError(
+                f"{sizes} along dimension {dim} of {list(shape)} are not {world_size} equal shares",
+                where=name,
+                hint="choose a number of tensor-parallel ranks that divides it",
+            )
+        shards = {rank: (*shape[:dim], sum(own[rank]), *shape[dim + 1 :]) for rank in whole}
+        joined = _concatenated(shards, dim, own, "")
+        bounds = Box.whole(shape)
+        return {
+            rank: Cut(shards[rank], tuple(cut for pair in pairs if (cut := clipped(pair, bounds)) is not None))
+            for rank, pairs in joined.pairs.items()
+        }
+
     def _join(self, name: str, shards: Mapping[int, Shape]) -> Join:
         entry = self.affine.get(name)
         if entry is not None:
@@ -145,7 +201,8 @@ class Rules:
             rank: tuple(cut for pair in own if (cut := clipped(pair, bounds)) is not None)
             for rank, own in join.pairs.items()
         }
-        return Join(shape, pairs, f"{join.how}, {join.shape[0] - size:,} rows of padding left out", join.is_averaged)
+        how = f"{join.how}, {join.shape[0] - size:,} rows of padding left out"
+        return Join(shape, pairs, how, join.is_averaged, join.shape[0])
 
 
 def _patterns(info: Mapping[str, Any], key: str) -> Patterns[bool]:
@@ -222,15 +279,37 @@ def _affine(entry: Mapping[str, Any], shards: Mapping[int, Shape]) -> Join:
             raise FormatError(
                 f"the affine map does not describe the shard {list(shard)} of tensor-parallel rank {rank}"
             )
-        found: list[Pair] = []
-        for piece in own.get("pieces") or ():
-            if piece.get("scale", 1.0) != 1.0:
-                raise Unsupported(f"a piece is scaled by {piece['scale']}: only copies are read here")
-            sizes = _ints(piece.get("shape"), "shape of a piece")
-            found += box_pairs(sizes, _view(piece.get("dest"), shard), _view(piece.get("source"), shape))
+        found = _pieces(own, shard, shape)
         pairs[rank] = tuple(pair for pair in found if pair.whole not in taken)
         taken |= {pair.whole for pair in found}
     return Join(shape, pairs, "affine map")
+
+
+def _affine_cuts(entry: Mapping[str, Any], name: str, world_size: int) -> dict[int, Cut]:
+    shape = _ints(entry.get("logical_shape"), "logical_shape")
+    ranks = entry.get("ranks")
+    by_rank = {int(rank): value for rank, value in ranks.items()} if isinstance(ranks, Mapping) else {}
+    if sorted(by_rank) != list(range(world_size)):
+        raise LayoutError(
+            f"the affine map says how {len(by_rank):,} tensor-parallel ranks share it, not how {world_size:,} would",
+            where=name,
+            hint=f"keep --tp {len(by_rank)}, or write --to deepspeed-universal, which a run cuts for itself",
+        )
+    found = {}
+    for rank, own in by_rank.items():
+        shard = _ints(own.get("shard_shape"), "shard_shape")
+        found[rank] = Cut(shard, tuple(_pieces(own, shard, shape)))
+    return found
+
+
+def _pieces(own: Mapping[str, Any], shard: Shape, shape: Shape) -> list[Pair]:
+    found: list[Pair] = []
+    for piece in own.get("pieces") or ():
+        if piece.get("scale", 1.0) != 1.0:
+            raise Unsupported(f"a piece is scaled by {piece['scale']}: only copies are read here")
+        sizes = _ints(piece.get("shape"), "shape of a piece")
+        found += box_pairs(sizes, _view(piece.get("dest"), shard), _view(piece.get("source"), shape))
+    return found
 
 
 def _view(value: object, of_shape: Shape) -> View:

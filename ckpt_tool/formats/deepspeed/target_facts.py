@@ -7,12 +7,23 @@ from typing import Any
 
 from ckpt_tool.formats._pickle.nodes import OrderedMap, Size
 from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats.deepspeed.opened import INFO_KEY as UNIVERSAL_INFO
+from ckpt_tool.formats.deepspeed.target_grid import Grid
 from ckpt_tool.formats.deepspeed.target_state import TargetState
 from ckpt_tool.manifest.model import KeyPath
 
-__all__ = ["UNIVERSAL_INFO", "UNIVERSAL_VERSION", "WRITTEN_VERSION", "config_of", "model_facts", "sizes", "step_of"]
+__all__ = [
+    "UNIVERSAL_INFO",
+    "UNIVERSAL_VERSION",
+    "UNIVERSAL_VERSION_KEY",
+    "WRITTEN_VERSION",
+    "config_of",
+    "model_facts",
+    "sizes",
+    "step_of",
+]
 
-UNIVERSAL_INFO = "universal_checkpoint_info"
+UNIVERSAL_VERSION_KEY = "universal_checkpoint_version"
 UNIVERSAL_VERSION = 0.4
 WRITTEN_VERSION = "0.19.8"
 """The release of DeepSpeed whose files are written, and which is named where the source names none."""
@@ -24,7 +35,8 @@ def model_facts(
     tensors: Sequence[tuple[KeyPath, Any]],
     *,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    dp_world_size: int,
+    grid: Grid,
+    is_pipeline: bool = False,
 ) -> dict[str, Any]:
     """A model state without ``module``.
 
@@ -33,7 +45,8 @@ def model_facts(
         info: what the source says beyond tensors.
         tensors: tensors that are neither weights nor states, described for the pickle, by their keys.
         shapes: of trained parameters in flat order, by flat vector.
-        dp_world_size: number of data-parallel ranks.
+        grid: ranks of the target.
+        is_pipeline: whether tied parameters are told by their names.
     """
     entries = [*state.model, *tensors]
     values = nest(entries, int_keyed=info.get("int_keyed_dicts", ())) if entries else {}
@@ -53,10 +66,10 @@ def model_facts(
         "param_shapes": [sizes(own) for own in shapes],
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
-        "shared_params": dict(shared) if isinstance(shared, Mapping) else {},
-        "dp_world_size": dp_world_size,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "shared_params": dict(shared) if isinstance(shared, Mapping) and not is_pipeline else {},
+        "dp_world_size": grid.dp,
+        "mp_world_size": grid.mp,
+        "checkpoint_parallel_dimensions": {"pp_degree": grid.pp, "tp_degree": grid.tp},
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,23 +17,27 @@ from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, fresh_tensor
 from ckpt_tool.formats.base import WriteRequest
+from ckpt_tool.formats.deepspeed.experts import expert_of, is_expert
 from ckpt_tool.formats.deepspeed.target_facts import (
     UNIVERSAL_INFO,
     UNIVERSAL_VERSION,
+    UNIVERSAL_VERSION_KEY,
     WRITTEN_VERSION,
     model_facts,
     sizes,
 )
 from ckpt_tool.formats.deepspeed.target_parts import TargetParts
+from ckpt_tool.formats.deepspeed.target_ranks import RankParts, Weight, record_of
+from ckpt_tool.formats.deepspeed.target_stages import Stages
 from ckpt_tool.formats.deepspeed.target_state import STEP
 from ckpt_tool.formats.deepspeed.target_vectors import TargetVector
 from ckpt_tool.formats.deepspeed.vectors import MASTER
-from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["TargetFiles"]
 
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_EXPERT_GROUP = "ep_size_"
 _LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 
 
@@ -63,79 +69,134 @@ class TargetFiles:
         self._parts = parts
         self._request = request
         self._folder = folder
-        boxes = request.boxes
-        self._position = parts.positions(boxes)
-        self._first: dict[str, WrittenFile] = {}
+        self._filled_slots = parts.slots.filled(request.boxes, request.tensors)
+        self._first: dict[tuple[str, int], WrittenFile] = {}
         if parts.is_elastic and parts.is_stage3:
             raise Unsupported(
                 "an elastic checkpoint has no hyperparameters, without which stage 3 does not load",
                 hint="say --zero-stage 1 or 2, which load it as the elastic checkpoint that it is",
             )
-        # Rows of the request by rank and tensor, in the order of their place.
-        order = np.lexsort((self._position, boxes.tensor, boxes.rank))
-        self._order = order
-        self._key = boxes.rank[order].astype(np.int64) * len(request.tensors) + boxes.tensor[order]
 
     def files(self) -> Iterator[WrittenFile]:
-        """Model states, then optimizers, by rank."""
-        ranks = range(self._parts.zero.world_size)
-        for rank in ranks if self._parts.is_stage3 else (0,):
-            yield self._model_file(rank)
-        for rank in ranks:
-            yield self._optimizer_file(rank)
+        """Layers and experts, model states, then optimizers, by rank."""
+        parts = self._parts
+        for own in parts.ranks:
+            yield from self._expert_files(own) if parts.stages is None else self._layer_files(own, parts.stages)
+        for own in parts.ranks:
+            for dp in parts.model_ranks():
+                yield self._model_file(own, dp)
+        for own in parts.ranks:
+            for dp in range(parts.grid.dp):
+                yield self._optimizer_file(own.mp, dp)
+
+    # -------------------------------------------------------------------------------------- layers, experts, the rest
+
+    def _layer_files(self, own: RankParts, stages: Stages) -> Iterator[WrittenFile]:
+        """Of a pipeline, each layer's weights by the names that they have in it."""
+        by_layer: dict[int, list[Weight]] = {}
+        for weight in own.weights:
+            by_layer.setdefault(stages.layer_of(weight.name), []).append(weight)
+        tp = own.mp % self._parts.grid.tp
+        axis = f"-model_{tp:02d}" if stages.has_model_axis or self._parts.grid.tp > 1 else ""
+        for layer, weights in sorted(by_layer.items()):
+            yield self._weights_file(
+                f"layer_{layer:02d}{axis}-model_states.pt", own.mp, {stages.key_of(one.name): one for one in weights}
+            )
+
+    def _expert_files(self, own: RankParts) -> Iterator[WrittenFile]:
+        """Each expert's weights, by their names with its number among all."""
+        layers = self._request.info.get("expert_layers", {})
+        by_expert: dict[tuple[str, int], dict[str, Weight]] = {}
+        for weight in own.weights:
+            expert = expert_of(weight.name)
+            if expert is not None:
+                by_expert.setdefault(expert[:2], {})[weight.name] = weight
+        for (prefix, number), weights in by_expert.items():
+            if prefix not in layers:
+                raise LayoutError(
+                    "nothing tells which of the model's layers with experts it is, which names their files",
+                    where=prefix,
+                    hint="write --to deepspeed-universal, which has no such files",
+                )
+            yield self._weights_file(
+                f"layer_{layers[prefix]}_expert_{number}_mp_rank_{own.mp:02d}_model_states.pt", own.mp, weights
+            )
+
+    def _weights_file(self, name: str, mp: int, weights: Mapping[str, Weight]) -> WrittenFile:
+        contents = _Contents()
+        root = OrderedMap()
+        root.update({key: self._weight(contents, one, mp, 0) for key, one in weights.items()})
+        return WrittenFile.packed(self._folder + name, root, contents.storages)
+
+    def _weight(self, contents: _Contents, weight: Weight, mp: int, dp: int) -> TensorRef:
+        dtype = self._request.tensors.dtypes[weight.row]
+        return self._filled(contents, ("weight", mp, dp, weight.name), dtype, weight.shape)
 
     # ------------------------------------------------------------------------------------------------ model states
 
-    def _model_file(self, rank: int) -> WrittenFile:
+    def _model_file(self, own: RankParts, dp: int) -> WrittenFile:
         parts, tensors, info = self._parts, self._request.tensors, self._request.info
         contents = _Contents()
+        vectors = [vector for _, vector, _ in parts.vectors_of(own.mp, dp)]
+        is_pipeline = parts.stages is not None
+        frozen = {one.name: one.shape for one in own.weights if one.name in parts.frozen}
         module, fragments = OrderedMap(), OrderedMap()
-        frozen = {name: tensors.shape_of(parts.state.weights[name]) for name in parts.frozen}
         if parts.is_stage3:
-            trained = [name for vector in parts.vectors for name in vector.shapes]
+            trained = [name for vector in vectors for name in vector.shapes]
             module.update({name: self._placeholder(contents) for name in trained})
-        for name, row in parts.state.weights.items():
-            shape = tensors.shape_of(row)
+        for weight in () if is_pipeline else own.weights:
+            name = weight.name
+            if is_expert(name):
+                continue
             if parts.is_stage3 and name in frozen:
-                per_rank = -(-int(tensors.numel[row]) // parts.zero.world_size)
+                per_rank = -(-prod(weight.shape) // parts.grid.dp)
                 module[name] = self._placeholder(contents)
-                fragments[name] = self._filled(contents, [row], rank, (per_rank,))
+                fragments[name] = self._weight(contents, replace(weight, shape=(per_rank,)), own.mp, dp)
             else:
-                module[name] = self._filled(contents, [row], rank, shape)
+                module[name] = self._weight(contents, weight, own.mp, dp)
                 if name in frozen:
                     fragments[name] = module[name]
         for second, first in info.get("shared", {}).items():
             if first in module and second not in module:
                 module[second] = self._placeholder(contents) if parts.is_stage3 else module[first]
         others = [
-            (path, self._filled(contents, [row], rank, tensors.shape_of(row))) for path, row in parts.state.others
+            (path, self._filled(contents, ("other", own.mp, dp, row), tensors.dtypes[row], tensors.shape_of(row)))
+            for path, row in parts.state.others
         ]
         facts = model_facts(
-            parts.state,
-            info,
-            others,
-            shapes=[vector.shapes for vector in parts.vectors],
-            dp_world_size=parts.zero.world_size,
+            parts.state, info, others, shapes=self._shapes(own, vectors), grid=parts.grid, is_pipeline=is_pipeline
         )
         is_listed = parts.zero.stage >= 2
         root = {
-            "module": module,
+            "module": None if is_pipeline else module,
             **facts,
             "ds_config": dict(parts.config),
             "frozen_param_shapes": sizes(frozen) if is_listed else None,
             "frozen_param_fragments": fragments if is_listed else None,
-            UNIVERSAL_INFO: {"universal_checkpoint_version": UNIVERSAL_VERSION},
+            UNIVERSAL_INFO: self._record(),
         }
-        name = f"{f'zero_pp_rank_{rank}_' if parts.is_stage3 else ''}mp_rank_00_model_states.pt"
-        return self._written("model", self._folder + name, root, contents)
+        name = f"{f'zero_pp_rank_{dp}_' if parts.is_stage3 else ''}mp_rank_{own.mp:02d}_model_states.pt"
+        return self._written("model", own.mp, self._folder + name, root, contents)
 
-    def _written(self, kind: str, path: str, root: Any, contents: _Contents) -> WrittenFile:
-        """A file; at stage 3 all ranks' have one object, which is pickled once."""
-        first = self._first.get(kind)
+    def _shapes(self, own: RankParts, vectors: Sequence[TargetVector]) -> list[Mapping[str, tuple[int, ...]]]:
+        """By vector; at stages 1 and 2 by group, of which a pipeline's stage may have no parameter."""
+        if self._parts.is_stage3:
+            return [vector.shapes for vector in vectors]
+        by_group = {vector.group: vector.shapes for vector in vectors}
+        return [by_group[number] for number in range(len(own.groups)) if number in by_group]
+
+    def _record(self) -> dict[str, Any]:
+        """How shards join, as far as that is the same for the target's ranks."""
+        known = record_of(self._parts.state.model) if self._parts.grid.tp > 1 else None
+        return {UNIVERSAL_VERSION_KEY: UNIVERSAL_VERSION, **(known or {})}
+
+    def _written(self, kind: str, mp: int, path: str, root: Any, contents: _Contents) -> WrittenFile:
+        """A file; at stage 3 those of all data-parallel ranks have one object, which is pickled once."""
+        first = self._first.get((kind, mp))
         if first is not None and self._parts.is_stage3:
             return first.again(path, contents.storages)
-        self._first[kind] = WrittenFile.packed(path, root, contents.storages)
-        return self._first[kind]
+        self._first[kind, mp] = WrittenFile.packed(path, root, contents.storages)
+        return self._first[kind, mp]
 
     def _placeholder(self, contents: _Contents) -> TensorRef:
         """A weight whose elements are elsewhere."""
@@ -143,18 +204,21 @@ class TargetFiles:
 
     # -------------------------------------------------------------------------------------------------- optimizers
 
-    def _optimizer_file(self, rank: int) -> WrittenFile:
+    def _optimizer_file(self, mp: int, dp: int) -> WrittenFile:
         parts, info = self._parts, self._request.info
         contents = _Contents()
         masters: list[TensorRef] = []
         states: dict[int, dict[str, Any]] = {}
-        for number, vector in enumerate(parts.vectors):
-            masters.append(self._vector(contents, vector, MASTER, rank, vector.lean_length(rank)))
-            states[number] = {name: contents.value(value) for name, value in self._values(vector).items()}
-            length = vector.lean_length(rank) if self._parts.is_elastic else vector.length
+        held = parts.vectors_of(mp, dp)
+        vectors = [vector for _, vector, _ in held]
+        for position, (number, vector, index) in enumerate(held):
+            lean = vector.lean_length(index)
+            masters.append(self._vector(contents, vector, ("state", number, index, MASTER), lean))
+            states[position] = {name: contents.value(value) for name, value in self._values(vector).items()}
             for state in vector.states[1:]:
-                states[number][state] = self._vector(contents, vector, state, rank, length)
-        inner: Any = {"state": states, "param_groups": list(self._groups())}
+                length = lean if parts.is_elastic else vector.length
+                states[position][state] = self._vector(contents, vector, ("state", number, index, state), length)
+        inner: Any = {"state": states, "param_groups": list(self._groups(vectors))}
         given = nest(parts.state.optimizer) if parts.state.optimizer else {}
         own = dict(given) if isinstance(given, dict) else {}
         version = str(info.get("deepspeed_version") or WRITTEN_VERSION)
@@ -164,51 +228,41 @@ class TargetFiles:
             own.setdefault("loss_scaler", self._loss_scaler())
             own = {"dynamic_loss_scale": False, "overflow": False, **own}
             own |= {
-                "partition_count": parts.zero.world_size,
+                "partition_count": parts.grid.dp,
                 "optimizer_state_dict": inner,
                 "fp32_flat_groups": masters,
             }
         else:
             if self._parts.is_elastic:
                 inner = list(states.values())
-                own["base_optimizer_state_step"] = self._step()
+                own["base_optimizer_state_step"] = self._step(vectors)
             own |= {
                 "base_optimizer_state": inner,
                 "single_partition_of_fp32_groups": masters,
-                "group_paddings": [vector.length - vector.lean_length(rank) for vector in parts.vectors],
-                "param_alignment_paddings": [list(vector.paddings) for vector in parts.vectors],
-                "partition_count": [parts.zero.world_size] * len(parts.vectors),
+                "group_paddings": [vector.length - vector.lean_length(index) for _, vector, index in held],
+                "param_alignment_paddings": [list(vector.paddings) for vector in vectors],
+                "partition_count": [len(vector.members) for vector in vectors],
                 "ds_version": version,
-                "param_slice_mappings": [_addresses(vector, rank) for vector in parts.vectors],
+                "param_slice_mappings": [_addresses(vector, index) for _, vector, index in held],
             }
         root = {"optimizer_state_dict": own, "ds_config": dict(parts.config), "ds_version": version}
         prefix = "bf16_" if parts.is_bf16 else ""
-        path = f"{self._folder}{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        return self._written("optimizer", path, root, contents)
+        path = f"{self._folder}{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+        return self._written("optimizer", mp, path, root, contents)
 
-    def _vector(self, contents: _Contents, vector: TargetVector, state: str, rank: int, length: int) -> TensorRef:
-        return self._filled(contents, [own.states[state] for own in vector.parameters], rank, (length,))
+    def _vector(self, contents: _Contents, vector: TargetVector, key: Hashable, length: int) -> TensorRef:
+        state = key[-1] if isinstance(key, tuple) else MASTER
+        dtype = self._request.tensors.dtypes[vector.parameters[0].states[str(state)]]
+        return self._filled(contents, key, dtype, (length,))
 
-    def _filled(self, contents: _Contents, tensors: Sequence[int], rank: int, shape: tuple[int, ...]) -> TensorRef:
-        """A tensor of ``shape`` around all boxes that a rank has of ``tensors``."""
-        request = self._request
-        dtype = request.tensors.dtypes[tensors[0]]
-        rows = self._rows_of(rank, tensors)
-        starts = self._position[rows] * dtype.itemsize
-        lengths = np.prod(request.boxes.sizes[rows], axis=1, dtype=np.int64) * dtype.itemsize
-        nbytes = dtype.nbytes(int(np.prod(shape, dtype=np.int64)))
-        order = np.argsort(starts, kind="stable")
-        rows, starts, lengths = rows[order], starts[order], lengths[order]
+    def _filled(self, contents: _Contents, key: Hashable, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+        """A tensor of ``shape`` around all boxes of a slot."""
+        rows, position = self._filled_slots.of(key)
+        starts = position * dtype.itemsize
+        lengths = np.prod(self._request.boxes.sizes[rows], axis=1, dtype=np.int64) * dtype.itemsize
+        nbytes = dtype.nbytes(prod(shape))
         storage = Storage(nbytes, tuple(rows.tolist()), tuple(starts.tolist()), tuple(lengths.tolist()))
         return contents.tensor(dtype, shape, storage)
-
-    def _rows_of(self, rank: int, tensors: Sequence[int]) -> Int64Array:
-        """Rows of the request's boxes that a rank has of ``tensors``, one tensor behind the other."""
-        keys = rank * len(self._request.tensors) + np.array(tensors, dtype=np.int64)
-        first, last = np.searchsorted(self._key, keys), np.searchsorted(self._key, keys + 1)
-        counts = last - first
-        at = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        return self._order[at].astype(np.int64)
 
     def _values(self, vector: TargetVector) -> dict[str, Any]:
         """States that all parameters of a vector share."""
@@ -225,16 +279,19 @@ class TargetFiles:
                     )
         return first.values
 
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        """Groups with the numbers of their vectors."""
+    def _groups(self, vectors: Sequence[TargetVector]) -> Iterator[dict[str, Any]]:
+        """Groups with the numbers of their vectors; those of experts are named for the number of ranks with others."""
         for number, group in enumerate(self._parts.state.groups):
-            own = [position for position, vector in enumerate(self._parts.vectors) if vector.group == number]
+            own = [position for position, vector in enumerate(vectors) if vector.group == number]
             if own or self._parts.is_stage3:
-                yield {**group.hyperparameters, "params": own}
+                found = {**group.hyperparameters, "params": own}
+                if found.get("moe") and str(found.get("name", "")).startswith(_EXPERT_GROUP):
+                    found["name"] = f"{_EXPERT_GROUP}{self._parts.grid.ep}"
+                yield found
 
-    def _step(self) -> int:
+    def _step(self, vectors: Sequence[TargetVector]) -> int:
         """The one step of an elastic checkpoint."""
-        steps = {int(values[STEP]) for vector in self._parts.vectors if STEP in (values := self._values(vector))}
+        steps = {int(values[STEP]) for vector in vectors if STEP in (values := self._values(vector))}
         if len(steps) != 1:
             raise LayoutError(f"an elastic checkpoint has one step, got {sorted(steps)}")
         return steps.pop()
@@ -252,10 +309,10 @@ class TargetFiles:
         return scaler
 
 
-def _addresses(vector: TargetVector, rank: int) -> OrderedMap:
-    """Where the rank's part of each parameter is in its vector."""
+def _addresses(vector: TargetVector, index: int) -> OrderedMap:
+    """Where a partition's part of each parameter is in its vector."""
     found = OrderedMap()
-    slices = vector.slices(rank)
+    slices = vector.slices(index)
     for parameter, start, stop, position in zip(
         slices.parameter.tolist(), slices.start.tolist(), slices.stop.tolist(), slices.position.tolist(), strict=True
     ):

@@ -1,25 +1,29 @@
-"""The parts of a target of DeepSpeed: which boxes of tensors each data-parallel rank stores, and where in a vector.
-
-Boxes come out of a request again as they went in, in any order: a box and its rank tell its place.
-"""
+"""The parts of a target of DeepSpeed: which boxes of tensors each rank stores, and where in a vector."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ckpt_tool.dtypes import DTYPES, DType
+from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._pickle.same import same_value
-from ckpt_tool.formats.base import BoxTable
+from ckpt_tool.formats.base import WriterOptions
+from ckpt_tool.formats.deepspeed.experts import is_expert
 from ckpt_tool.formats.deepspeed.partition import per_parameter_slices
 from ckpt_tool.formats.deepspeed.target_facts import config_of
+from ckpt_tool.formats.deepspeed.target_grid import Grid
+from ckpt_tool.formats.deepspeed.target_pieces import pieces_of
+from ckpt_tool.formats.deepspeed.target_ranks import RankParts, rank_parts
+from ckpt_tool.formats.deepspeed.target_slots import SlotBuilder, Slots
+from ckpt_tool.formats.deepspeed.target_stages import Stages
 from ckpt_tool.formats.deepspeed.target_state import TargetState
 from ckpt_tool.formats.deepspeed.target_vectors import TargetVector, ZeroConfig, target_vectors
 from ckpt_tool.geometry.columns import Int64Array
-from ckpt_tool.geometry.flat import flat_boxes_columns
-from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
@@ -34,7 +38,12 @@ class TargetParts:
     tensors: TensorTable
     state: TargetState
     zero: ZeroConfig
+    stages: Stages | None
+    """Of a pipeline."""
+    ranks: tuple[RankParts, ...]
+    """By model-parallel rank."""
     vectors: tuple[TargetVector, ...]
+    """Of all of them."""
     config: Mapping[str, Any]
     """``ds_config`` of the target."""
     model_dtype: DType
@@ -49,13 +58,19 @@ class TargetParts:
 
     @classmethod
     def of(
-        cls, tensors: TensorTable, blobs: Sequence[Blob], info: Mapping[str, Any], *, world_size: int
+        cls,
+        tensors: TensorTable,
+        blobs: Sequence[Blob],
+        info: Mapping[str, Any],
+        *,
+        mesh: Mapping[str, int],
+        options: WriterOptions,
     ) -> TargetParts:
-        """The parts for ``world_size`` data-parallel ranks at ``info["zero_stage"]``.
+        """The parts for the ranks of ``mesh`` at ``info["zero_stage"]``.
 
         Raises:
-            Unsupported: see `TargetState.of` and `target_vectors`.
-            LayoutError: see `target_vectors`.
+            Unsupported: see `TargetState.of` and `target_vectors`; stages 2 and 3 of pipelines, 3 with experts.
+            LayoutError: see `rank_parts`, `Stages.of` and `target_vectors`; a stage without a parameter of some group.
         """
         state = TargetState.of(tensors, blobs, info)
         stage = int(info["zero_stage"])
@@ -65,11 +80,16 @@ class TargetParts:
         base: dict[str, Any] = given or {"bf16": {"enabled": is_bf16}, "fp16": {"enabled": dtype.name == "float16"}}
         found = base.get("zero_optimization")
         config = {**base, "zero_optimization": {**(found if isinstance(found, Mapping) else {}), "stage": stage}}
-        zero = ZeroConfig.of(config, stage=stage, world_size=world_size, itemsize=dtype.itemsize)
-        vectors = tuple(target_vectors(state, tensors, zero))
+        grid = Grid.of(mesh)
+        zero = ZeroConfig.of(config, stage=stage, grid=grid, itemsize=dtype.itemsize)
+        stages = Stages.of(info, grid.pp, first=options.first_stage_layers, last=options.last_stage_layers)
+        ranks = tuple(rank_parts(state, tensors, info, grid, stages))
+        vectors = tuple(v for own in ranks for v in target_vectors(own.groups, own.mp, tensors, zero))
+        _check_stage(stage, stages, ranks, grid)
         frozen = tuple(name for name in info.get("frozen", ()) if name in state.weights)
         own = "deepspeed_version" in info
-        return cls(tensors, state, zero, vectors, config, dtype, is_bf16, frozen, own, tuple(_differing(blobs, state)))
+        differing = tuple(_differing(blobs, state))
+        return cls(tensors, state, zero, stages, ranks, vectors, config, dtype, is_bf16, frozen, own, differing)
 
     @property
     def is_elastic(self) -> bool:
@@ -81,54 +101,56 @@ class TargetParts:
         """Whether parameters are cut by themselves, and every rank has a model state."""
         return self.zero.stage == 3
 
-    def boxes(self) -> BoxTable:
-        """Each rank's part of every vector; weights on the first rank, at stage 3 on all; frozen ones cut there too."""
-        blocks: list[tuple[Int64Array, Int64Array, Int64Array, int]] = []
-        ranks = range(self.zero.world_size)
-        for vector in self.vectors:
-            rows = {state: _rows(vector, state) for state in vector.states}
-            for rank in ranks:
-                found = vector.pieces(rank)
-                blocks += [(own[found.parameter], found.offsets, found.sizes, rank) for own in rows.values()]
-        cut = np.array([self.state.weights[name] for name in self.frozen], dtype=np.int64)
-        every = [*self.state.weights.values(), *(row for _, row in self.state.others)]
-        whole = np.array([row for row in every if self.tensors.numel[row]], dtype=np.int64)
-        if self.is_stage3:
-            whole = whole[~np.isin(whole, cut)]
-            for rank in ranks:
-                slices = per_parameter_slices(self.tensors.numel[cut], self.zero.world_size, rank)
-                shape = self.tensors.shape[cut[slices.parameter]]
-                row, offsets, sizes, _ = flat_boxes_columns(slices.start, slices.stop, shape)
-                blocks.append((cut[slices.parameter[row]], offsets, sizes, rank))
-        for rank in ranks if self.is_stage3 else (0,):
-            blocks.append((whole, np.zeros_like(self.tensors.shape[whole]), self.tensors.shape[whole], rank))
-        width = self.tensors.shape.shape[1]
-        return BoxTable(
-            tensor=np.concatenate([rows for rows, _, _, _ in blocks]).astype(np.int32),
-            offsets=np.concatenate([_widened(offsets, width, 0) for _, offsets, _, _ in blocks]),
-            sizes=np.concatenate([_widened(sizes, width, 1) for _, _, sizes, _ in blocks]),
-            rank=np.concatenate([np.full(len(rows), rank, dtype=np.int32) for rows, _, _, rank in blocks]),
-        )
+    @property
+    def grid(self) -> Grid:
+        """Sizes of the target's axes."""
+        return self.zero.grid
 
-    def positions(self, boxes: BoxTable) -> Int64Array:
-        """int64[n]: the element of its rank's vector or fragment at which each box begins; 0 of a whole tensor."""
-        numel = self.tensors.numel
-        strides = contiguous_strides_columns(self.tensors.shape)
-        flat = (boxes.offsets * strides[boxes.tensor]).sum(axis=1)
-        start, per_rank = np.zeros(len(numel), dtype=np.int64), np.zeros(len(numel), dtype=np.int64)
-        for vector in self.vectors:
-            for state in vector.states:
-                rows = _rows(vector, state)
-                if vector.flat.starts is not None:
-                    start[rows], per_rank[rows] = vector.flat.starts, vector.length
-                else:
-                    per_rank[rows] = -(-numel[rows] // self.zero.world_size)
-                    start[rows] = np.cumsum(per_rank[rows]) - per_rank[rows]
-        if self.is_stage3:
-            cut = [self.state.weights[name] for name in self.frozen]
-            per_rank[cut] = -(-numel[cut] // self.zero.world_size)
-        found: Int64Array = start[boxes.tensor] + flat - boxes.rank * per_rank[boxes.tensor]
-        return found
+    def vectors_of(self, mp: int, dp: int) -> list[tuple[int, TargetVector, int]]:
+        """Of one rank's optimizer: number among all vectors, the vector, and which of its partitions."""
+        return [
+            (number, vector, vector.members.index(dp))
+            for number, vector in enumerate(self.vectors)
+            if vector.mp == mp and dp in vector.members
+        ]
+
+    def model_ranks(self) -> range:
+        """Data-parallel ranks with a model state of their own."""
+        return range(self.grid.dp if self.is_stage3 else 1)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Each rank's part of every vector; weights of model states, at stage 3 on all ranks; frozen ones cut there.
+
+        Keys: ``("state", number of vector, partition, state)``, ``("weight", mp, dp, name)`` and ``("other", mp, dp,
+        row)``.
+        """
+        found = SlotBuilder(self.tensors.shape.shape[1])
+        for number, vector in enumerate(self.vectors):
+            rows = {state: _rows(vector, state) for state in vector.states}
+            for index, dp in enumerate(vector.members):
+                rank, own = self.grid.rank(vector.mp, dp), vector.pieces(index)
+                for state, tensors in rows.items():
+                    key = ("state", number, index, state)
+                    found.add(key, rank, tensors[own.parameter], own.offsets, own.sizes, own.position)
+        frozen = set(self.frozen)
+        for parts in self.ranks:
+            for dp in self.model_ranks():
+                rank = self.grid.rank(parts.mp, dp)
+                for weight in parts.weights:
+                    numel = np.array([prod(weight.shape)], dtype=np.int64)
+                    is_cut = self.is_stage3 and weight.name in frozen
+                    slices = per_parameter_slices(numel, self.grid.dp if is_cut else 1, dp if is_cut else 0)
+                    own = pieces_of(slices, [weight.shape], [weight.shard])
+                    row = np.full(len(own.parameter), weight.row, dtype=np.int64)
+                    found.add(("weight", parts.mp, dp, weight.name), rank, row, own.offsets, own.sizes, own.position)
+                for _, row_number in self.state.others:
+                    shape = self.tensors.shape[[row_number]]
+                    if self.tensors.numel[row_number]:
+                        one = np.array([row_number], dtype=np.int64)
+                        place = ("other", parts.mp, dp, row_number)
+                        found.add(place, rank, one, np.zeros_like(shape), shape, np.zeros(1, dtype=np.int64))
+        return found.slots()
 
     def notes(self) -> Iterator[str]:
         """What a person should know."""
@@ -137,6 +159,8 @@ class TargetParts:
                 "parameters of a group stand in the order of the source's optimizer: DeepSpeed loads them by position, "
                 "so the run must give them to its optimizer in that order"
             )
+        if self.stages is not None and self.stages.is_spread:
+            yield self.stages.note()
         if self.is_elastic:
             yield (
                 "an elastic checkpoint has no hyperparameters and stays elastic: a run with elastic_checkpoint "
@@ -161,10 +185,29 @@ def _rows(vector: TargetVector, state: str) -> Int64Array:
     return np.array([own.states[state] for own in vector.parameters], dtype=np.int64)
 
 
-def _widened(columns: Int64Array, width: int, fill: int) -> Int64Array:
-    found = np.full((len(columns), width), fill, dtype=np.int64)
-    found[:, : columns.shape[1]] = columns
-    return found
+def _check_stage(stage: int, stages: Stages | None, ranks: Sequence[RankParts], grid: Grid) -> None:
+    """Nothing, when DeepSpeed has such runs (``runtime/pipe/engine.py``, ``runtime/engine.py`` of 0.19.8)."""
+    if stages is not None and stage > 1:
+        raise Unsupported(
+            f"stage {stage} of a pipeline, which DeepSpeed runs at stage 1 alone", hint="say --zero-stage 1"
+        )
+    for rank in ranks if stages is not None else ():
+        empty = next((number for number, group in enumerate(rank.groups) if not group), None)
+        if empty is not None:
+            raise LayoutError(
+                f"stage {rank.mp // grid.tp} has no parameter of group {empty}, and DeepSpeed runs no empty group",
+                hint="choose other stages with --pp, --first-stage-layers and --last-stage-layers, or write --to "
+                "deepspeed-universal",
+            )
+    experts = next((own.name for rank in ranks for group in rank.groups for own in group if is_expert(own.name)), None)
+    if experts is not None and (stage == 3 or stages is not None):
+        raise Unsupported(
+            "experts of a pipeline" if stages is not None else "experts at stage 3, where DeepSpeed does not load them",
+            where=experts,
+            hint="say --zero-stage 1 or 2, or write --to deepspeed-universal",
+        )
+    if experts is None and grid.ep > 1:
+        raise Unsupported(f"{grid.ep:,} expert-parallel ranks, and there are no experts", hint="leave out --ep")
 
 
 def _is_enabled(config: Mapping[str, Any], key: str) -> bool:

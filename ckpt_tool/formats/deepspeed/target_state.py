@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._torch_file.written import blob_entry
+from ckpt_tool.formats.deepspeed.affine import Pair
 from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
@@ -34,6 +35,8 @@ class Parameter:
     """Tensors of the request, by name of the state; the master is ``fp32``."""
     values: dict[str, Any] = field(default_factory=dict)
     """States that are objects of the request, such as ``step``."""
+    shard: tuple[Pair, ...] = ()
+    """Of one tensor-parallel rank's part: its boxes, in its own coordinates and the tensor's; none for all of it."""
 
 
 @dataclass(frozen=True)

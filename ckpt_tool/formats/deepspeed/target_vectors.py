@@ -8,6 +8,7 @@ The layout follows from the configuration of the run that loads it, taken to be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from math import gcd
@@ -16,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.formats.deepspeed.experts import expert_of, is_expert, local_names
 from ckpt_tool.formats.deepspeed.partition import Slices, round_robin_order
-from ckpt_tool.formats.deepspeed.target_state import Parameter, TargetState
+from ckpt_tool.formats.deepspeed.target_grid import Grid
+from ckpt_tool.formats.deepspeed.target_pieces import Pieces, pieces_of
+from ckpt_tool.formats.deepspeed.target_state import Parameter
 from ckpt_tool.formats.deepspeed.vectors import MASTER, FlatSet
-from ckpt_tool.geometry.columns import Int64Array
-from ckpt_tool.geometry.flat import flat_boxes_columns
-from ckpt_tool.manifest.tables import TensorTable, pad_shapes
+from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
 
-__all__ = ["Pieces", "TargetVector", "ZeroConfig", "target_vectors"]
+__all__ = ["TargetVector", "ZeroConfig", "target_vectors"]
 
 _SUB_GROUP_SIZE = 10**9
 _ALIGNED_BYTES = 16
@@ -35,42 +37,43 @@ class ZeroConfig:
     """What of a run's configuration says how vectors are cut."""
 
     stage: int
-    world_size: int
-    """Of data-parallel ranks."""
+    grid: Grid
     is_round_robin: bool
     alignment: int
     """Parameters start at multiples of so many elements."""
     sub_group_size: int
+    data_first: bool
+    """Whether ranks that share experts are neighbours."""
+
+    @property
+    def world_size(self) -> int:
+        """Of data-parallel ranks."""
+        return self.grid.dp
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, stage: int, world_size: int, itemsize: int) -> ZeroConfig:
+    def of(cls, config: Mapping[str, Any], *, stage: int, grid: Grid, itemsize: int) -> ZeroConfig:
         """By ``ds_config``; ``itemsize`` is that of the model's weights."""
         zero = config.get("zero_optimization")
         own: Mapping[str, Any] = zero if isinstance(zero, Mapping) else {}
         size = own.get("sub_group_size")
         return cls(
             stage,
-            world_size,
+            grid,
             stage < 3 and bool(own.get("round_robin_gradients")),
             _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, itemsize) if stage < 3 and own.get("parameter_alignment") else 1,
             int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE,
+            bool(config.get("use_data_before_expert_parallelism")),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Columns: boxes of parameters that follow one another in one rank's vector."""
-
-    parameter: Int64Array  # int64[n], index into the vector's parameters
-    offsets: Int64Array  # int64[n, D]
-    sizes: Int64Array  # int64[n, D]
-    position: Int64Array  # int64[n], element of the rank's vector
 
 
 @dataclass(frozen=True)
 class TargetVector:
-    """One flat vector, of all ranks."""
+    """One flat vector, of all ranks that share it."""
 
+    mp: int
+    """The model-parallel rank."""
+    members: tuple[int, ...]
+    """Data-parallel ranks, in the order of their partitions."""
     group: int
     parameters: tuple[Parameter, ...]
     flat: FlatSet
@@ -94,62 +97,94 @@ class TargetVector:
             return self.flat.length
         return int((-(-self.flat.numel // self.flat.world_size)).sum())
 
-    def lean_length(self, rank: int) -> int:
-        """Elements up to the last one that belongs to a parameter."""
+    def lean_length(self, index: int) -> int:
+        """Elements of a partition up to the last one that belongs to a parameter."""
         if self.flat.starts is None:
             return self.length
         total = int(self.flat.starts[-1] + self.flat.numel[-1])
-        return min(max(total - rank * self.length, 0), self.length)
+        return min(max(total - index * self.length, 0), self.length)
 
-    def slices(self, rank: int) -> Slices:
-        """What a rank holds of each parameter."""
-        return self.flat.slices(rank)
+    def slices(self, index: int) -> Slices:
+        """What a partition holds of each parameter."""
+        return self.flat.slices(index)
 
-    def pieces(self, rank: int) -> Pieces:
-        """The same as boxes."""
-        slices = self.slices(rank)
-        shape = pad_shapes(self.flat.shapes, max((len(s) for s in self.flat.shapes), default=0), 1)
-        row, offsets, sizes, start = flat_boxes_columns(slices.start, slices.stop, shape[slices.parameter])
-        return Pieces(slices.parameter[row], offsets, sizes, slices.position[row] + start - slices.start[row])
+    def pieces(self, index: int) -> Pieces:
+        """The same as boxes of the whole tensors."""
+        return pieces_of(self.slices(index), self.flat.shapes, [own.shard for own in self.parameters])
 
 
-def target_vectors(state: TargetState, tensors: TensorTable, config: ZeroConfig) -> list[TargetVector]:
-    """The vectors, in the order in which an optimizer of DeepSpeed numbers them.
+def target_vectors(
+    groups: Sequence[Sequence[Parameter]], mp: int, tensors: TensorTable, config: ZeroConfig
+) -> list[TargetVector]:
+    """The vectors of a model-parallel rank, in the order in which its optimizer numbers them.
+
+    Args:
+        groups: its parameters.
+        mp: its number.
+        tensors: the target's.
+        config: how they are cut.
 
     Raises:
         Unsupported: parameters of one vector have other states than the first, or states that are no vectors.
-        LayoutError: a group names a parameter that has no state.
+        LayoutError: experts that the expert-parallel ranks cannot share evenly.
     """
     found: list[TargetVector] = []
-    for number, group in enumerate(state.groups):
-        missing = [name for name in group.names if name not in state.parameters]
-        if missing:
-            raise LayoutError(
-                f"{len(missing):,} parameters of group {number} have no state, which DeepSpeed keeps for all of them",
-                where=missing[0],
-                hint="it has no step yet for them: write the weights alone, or train one step first",
-            )
-        own = [state.parameters[name] for name in group.names]
-        own = [parameter for parameter in own if 0 not in parameter.shape]
+    for number, members in enumerate(groups):
+        own = [parameter for parameter in members if 0 not in parameter.shape]
         if own and config.stage == 3:
-            found += [_per_parameter(number, part, config) for part in _sub_groups(own, config)]
+            everyone = _Members(mp, number, tuple(range(config.world_size)))
+            found += [_per_parameter(everyone, part) for part in _sub_groups(own, config)]
         elif own:
-            found.append(_contiguous(number, own, config))
-    listed = {parameter.name for vector in found for parameter in vector.parameters}
-    apart = [name for name, own in state.parameters.items() if name not in listed and 0 not in own.shape]
-    if apart:
-        raise LayoutError(
-            f"{len(apart):,} parameters have state, but are in no group of the optimizer, as far as the source says",
-            where=apart[0],
-            hint="DeepSpeed flattens them by group; write the weights alone, or the state as dcp",
-        )
+            found += _of_group(mp, number, own, config)
     for vector in found:
         _check_states(vector, tensors)
     return found
 
 
-def _contiguous(group: int, parameters: Sequence[Parameter], config: ZeroConfig) -> TargetVector:
-    order = round_robin_order(len(parameters), config.world_size) if config.is_round_robin else range(len(parameters))
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Who shares a vector."""
+
+    mp: int
+    group: int
+    ranks: tuple[int, ...]
+
+
+def _of_group(mp: int, number: int, own: Sequence[Parameter], config: ZeroConfig) -> Iterator[TargetVector]:
+    """One vector, or of experts one for each expert-parallel rank."""
+    by_name = {parameter.name: parameter for parameter in own}
+    experts = [name for name in by_name if is_expert(name)]
+    if not experts:
+        yield _contiguous(_Members(mp, number, tuple(range(config.world_size))), own, config)
+        return
+    if len(experts) != len(by_name):
+        raise Unsupported(f"group {number} has parameters of experts and others, which share no partitions")
+    ep_size = config.grid.ep
+    for prefix, numbers in _numbers_of(experts).items():
+        if numbers != set(range(len(numbers))) or len(numbers) % ep_size:
+            raise LayoutError(
+                f"{len(numbers):,} experts cannot be shared by {ep_size:,} expert-parallel ranks",
+                where=prefix,
+                hint="choose an --ep that divides it",
+            )
+    for ep, names in enumerate(local_names(experts, ep_size)):
+        ranks = config.grid.expert_ranks(ep, data_first=config.data_first)
+        renamed = [replace(by_name[name], name=local) for name, local in names]
+        yield _contiguous(_Members(mp, number, ranks), renamed, config)
+
+
+def _numbers_of(names: Sequence[str]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for name in names:
+        expert = expert_of(name)
+        if expert is not None:
+            found.setdefault(expert[0], set()).add(expert[1])
+    return found
+
+
+def _contiguous(who: _Members, parameters: Sequence[Parameter], config: ZeroConfig) -> TargetVector:
+    world_size = len(who.ranks)
+    order = round_robin_order(len(parameters), world_size) if config.is_round_robin else range(len(parameters))
     own = [parameters[index] for index in order]
     shapes = tuple(parameter.shape for parameter in own)
     paddings, starts, at = [], [], 0
@@ -158,17 +193,17 @@ def _contiguous(group: int, parameters: Sequence[Parameter], config: ZeroConfig)
         at += int(np.prod(shape, dtype=np.int64))
         paddings.append(-at % config.alignment if number + 1 < len(shapes) else 0)
         at += paddings[-1]
-    length = 2 * -(-at // (2 * config.world_size))
+    length = 2 * -(-at // (2 * world_size))
     names = tuple(parameter.name for parameter in own)
-    flat = FlatSet(0, names, shapes, config.world_size, (), np.array(starts, dtype=np.int64), length)
-    return TargetVector(group, tuple(own), flat, tuple(paddings))
+    flat = FlatSet(who.mp, names, shapes, world_size, (), np.array(starts, dtype=np.int64), length)
+    return TargetVector(who.mp, who.ranks, who.group, tuple(own), flat, tuple(paddings))
 
 
-def _per_parameter(group: int, parameters: Sequence[Parameter], config: ZeroConfig) -> TargetVector:
+def _per_parameter(who: _Members, parameters: Sequence[Parameter]) -> TargetVector:
     names = tuple(parameter.name for parameter in parameters)
     shapes = tuple(parameter.shape for parameter in parameters)
-    flat = FlatSet(0, names, shapes, config.world_size, ())
-    return TargetVector(group, tuple(parameters), flat, (0,) * len(names))
+    flat = FlatSet(who.mp, names, shapes, len(who.ranks), ())
+    return TargetVector(who.mp, who.ranks, who.group, tuple(parameters), flat, (0,) * len(names))
 
 
 def _sub_groups(parameters: Sequence[Parameter], config: ZeroConfig) -> Iterator[list[Parameter]]:
@@ -200,10 +235,11 @@ def _check_states(vector: TargetVector, tensors: TensorTable) -> None:
             )
         for state, row in own.states.items():
             expected = tensors.dtypes[vector.parameters[0].states[state]]
-            if tensors.shape_of(row) != own.shape or tensors.dtypes[row] != expected:
+            shape = tensors.shape_of(own.states[MASTER])
+            if tensors.shape_of(row) != shape or tensors.dtypes[row] != expected:
                 raise Unsupported(
                     f"{state} is {tensors.dtypes[row].name}{list(tensors.shape_of(row))}, expected "
-                    f"{expected.name}{list(own.shape)} like its parameter: it cannot be part of a flat vector",
+                    f"{expected.name}{list(shape)} like its parameter: it cannot be part of a flat vector",
                     where=own.name,
                     hint="leave it out with --exclude, or write another format",
                 )

@@ -24,7 +24,13 @@ from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, check_dt
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.names import LATEST_UNIVERSAL
-from ckpt_tool.formats.deepspeed.target_facts import UNIVERSAL_INFO, UNIVERSAL_VERSION, model_facts
+from ckpt_tool.formats.deepspeed.target_facts import (
+    UNIVERSAL_INFO,
+    UNIVERSAL_VERSION,
+    UNIVERSAL_VERSION_KEY,
+    model_facts,
+)
+from ckpt_tool.formats.deepspeed.target_grid import Grid
 from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
@@ -148,8 +154,8 @@ def _facts(request: WriteRequest, found: TargetState, tensors: Sequence[tuple[Ke
         for group in found.groups
     ]
     return {
-        **model_facts(found, request.info, tensors, shapes=shapes, dp_world_size=1),
-        UNIVERSAL_INFO: {"universal_checkpoint_version": UNIVERSAL_VERSION},
+        **model_facts(found, request.info, tensors, shapes=shapes, grid=Grid()),
+        UNIVERSAL_INFO: {UNIVERSAL_VERSION_KEY: UNIVERSAL_VERSION},
     }
 
 

@@ -5,7 +5,6 @@ Every vector of a set (masters, first moments, ...) has the same layout, so that
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile
+from ckpt_tool.formats.deepspeed.experts import global_names, is_expert
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, ModelState, OptimState, is_vector
 from ckpt_tool.formats.deepspeed.partition import (
     Slices,
@@ -29,7 +29,6 @@ from ckpt_tool.records import dataclass
 __all__ = ["MASTER", "FlatSet", "Member", "flat_sets", "fragment_sets", "group_names"]
 
 MASTER = "fp32"
-_EXPERT = re.compile(r"(?P<prefix>.*deepspeed_experts\.)(?P<number>[0-9]+)(?P<rest>\..*)")
 Shape = tuple[int, ...]
 
 
@@ -105,10 +104,10 @@ def group_names(found: Checkpoint, mp: int, group: int) -> list[str]:
         return []
     names = tuple(model.groups[group])
     optims = [state for state in found.optims if state.mp == mp]
-    if not any(map(_EXPERT.fullmatch, names)) or not optims or len(optims[0].partition_count) <= group:
+    if not any(map(is_expert, names)) or not optims or len(optims[0].partition_count) <= group:
         return list(names)
     ep_size = max(found.dp_world_size // max(optims[0].partition_count[group], 1), 1)
-    return [name for ep in range(ep_size) for name in _global_names(names, ep)]
+    return [name for ep in range(ep_size) for name in global_names(names, ep)]
 
 
 def _numel(shapes: Sequence[Shape]) -> Int64Array:
@@ -140,22 +139,7 @@ def _stage12(found: Checkpoint, model: ModelState, optims: Sequence[OptimState])
             own = [s for s in optims if (s.dp // world_size if data_first else s.dp % ep_size) == ep]
             indices = [state.dp % world_size if data_first else state.dp // ep_size for state in own]
             if own:
-                yield _contiguous(found, model, own, group, _global_names(names, ep), world_size, indices)
-
-
-def _global_names(names: Sequence[str], ep: int) -> tuple[str, ...]:
-    """Names with local expert numbers, as rank 0 has them, turned into those of expert-parallel rank ``ep``."""
-    matches = [_EXPERT.fullmatch(name) for name in names]
-    n_local: dict[str, int] = {}
-    for match in matches:
-        if match is not None:
-            n_local[match["prefix"]] = max(n_local.get(match["prefix"], 0), int(match["number"]) + 1)
-    return tuple(
-        name
-        if match is None
-        else f"{match['prefix']}{ep * n_local[match['prefix']] + int(match['number'])}{match['rest']}"
-        for name, match in zip(names, matches, strict=True)
-    )
+                yield _contiguous(found, model, own, group, global_names(names, ep), world_size, indices)
 
 
 def _contiguous(
