@@ -34,15 +34,18 @@ class Handle:
         if not hasattr(os, "pread"):
             buffer = bytearray(length)
             return bytes(buffer[: self.read_into_at(offset, memoryview(buffer))])
-        pieces: list[bytes] = []
-        done = 0
+        first = os.pread(self.file.fileno(), length, offset)
+        done = len(first)
+        if done == length or not done:
+            return first
+        pieces = [first]
         while done < length:
             piece = os.pread(self.file.fileno(), length - done, offset + done)
             if not piece:
                 break
             pieces.append(piece)
             done += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
 
     def read_into_at(self, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset``; returns the bytes read, fewer than asked for only at the end of the file."""

@@ -71,21 +71,21 @@ class LocalStore:
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``: one request."""
-        where = join_url(self.url, path)
-        _check_range(offset, length, where)
+        if offset < 0 or length < 0:
+            _check_range(offset, length, join_url(self.url, path))
         for pause_s in _TRIES:
             try:
                 with self._handles.borrow(path) as handle:
                     if length > _CHECK_FIRST_BYTES:
                         available = max(os.fstat(handle.file.fileno()).st_size - offset, 0)
                         if available < length:
-                            raise _too_short(where, offset, length, available)
+                            raise _too_short(join_url(self.url, path), offset, length, available)
                     data = handle.read_at(offset, length)
                 break
             except OSError as error:
-                self._recover(error, path, where, pause_s)
+                self._recover(error, path, join_url(self.url, path), pause_s)
         if len(data) != length:
-            raise _too_short(where, offset, length, len(data))
+            raise _too_short(join_url(self.url, path), offset, length, len(data))
         return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:

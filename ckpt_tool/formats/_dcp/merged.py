@@ -59,10 +59,11 @@ def read_merged(
     is longer) are held.
     """
     order, starts, ends = merge(file, offset, length, store.cost)
-    first_rows = order[starts[:-1]]
+    rows, offsets, lengths, files = order.tolist(), offset.tolist(), length.tolist(), file.tolist()
+    bounds = starts.tolist()
     requests = [
-        FileRange(paths[file[row]], int(offset[row]), end - int(offset[row]))
-        for row, end in zip(first_rows.tolist(), ends.tolist(), strict=True)
+        FileRange(paths[files[row]], offsets[row], end - offsets[row])
+        for row, end in zip((rows[first] for first in bounds[:-1]), ends.tolist(), strict=True)
     ]
     begin = 0
     while begin < len(requests):
@@ -72,7 +73,7 @@ def read_merged(
             stop += 1
         for number, data in enumerate(store.fetch(requests[begin:stop]), start=begin):
             view, base = memoryview(data), requests[number].offset
-            for row in order[starts[number] : starts[number + 1]].tolist():
-                place = int(offset[row]) - base
-                yield row, view[place : place + int(length[row])]
+            for row in rows[bounds[number] : bounds[number + 1]]:
+                place = offsets[row] - base
+                yield row, view[place : place + lengths[row]]
         begin = stop
