@@ -27,7 +27,11 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     # before DCP, which the first one is underneath
     ("ckpt_tool.formats.megatron.dist_reader", "READER", r"(^|/)metadata\.json$|latest_checkpointed_iteration\.txt$"),
     ("ckpt_tool.formats.megatron.zarr_reader", "READER", r"/\.zarray$"),
-    ("ckpt_tool.formats.megatron.rank_reader", "READER", r"(^|/)mp_rank_[\d_]+/model_optim_rng\.pt$"),
+    (
+        "ckpt_tool.formats.megatron.rank_reader",
+        "READER",
+        r"(^|/)(mp_rank_[\d_]+/model_optim_rng\.pt|[mt]p_rank_\w+/model_weights\.ckpt)$",
+    ),
     (
         "ckpt_tool.formats.orbax.reader",
         "READER",

@@ -12,7 +12,7 @@ import torch
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.trust.verify import verify
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, NotFound, Unsupported
 from tests.formats.conformance import FIXTURES
 from tests.formats.megatron.places import CHECKPOINTS
 from tests.reports.made import as_bytes
@@ -84,3 +84,72 @@ def test_old_archives_are_compressed(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="is a gzip file") as caught:
         open_checkpoint(nemo)
     assert "unpack it" in (caught.value.hint or "")
+
+
+SETTINGS = """
+# what NeMo 1 writes, as far as it is looked at
+micro_batch_size: 4
+tensor_model_parallel_size: {tp}
+pipeline_model_parallel_size: {pp}
+num_layers: {layers} # of the whole model
+activation: fast-swiglu
+share_embeddings_and_output_weights: {shared}
+tokenizer:
+  num_layers: 99
+"""
+
+
+def nemo_1(name: str, folder: Path, **settings: object) -> Path:
+    """The ranks of a legacy checkpoint of Megatron, as NeMo 1 packs them: weights alone, below ``model.``."""
+    n_stages = 0
+    for file in sorted((CHECKPOINTS / name / "ckpt").glob("iter_*/mp_rank_*/model_optim_rng.pt")):
+        _, _, tensor, *stage = file.parent.name.split("_")
+        with open_checkpoint(file) as found:
+            weights = {fqn: view.torch() for fqn, view in found.items() if fqn.startswith("model.")}
+        n_stages = max(n_stages, *(int(one) + 1 for one in (*stage, "0")))
+        place = folder / (f"tp_rank_{tensor}_pp_rank_{stage[0]}" if stage else f"mp_rank_{tensor}")
+        place.mkdir(parents=True)
+        torch.save(weights, place / "model_weights.ckpt")
+    said = {"tp": 2, "pp": n_stages, "layers": "null", "shared": "null", **settings}
+    (folder / "model_config.yaml").write_text(SETTINGS.format(**said), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["legacy_t2p2", "legacy_nodist_t2"])
+def test_ranks_of_nemo_1(name: str, tmp_path: Path) -> None:
+    """Parts of tensor-parallel ranks and of stages are joined as Megatron's own; in an archive, and unpacked."""
+    whole = as_bytes(CHECKPOINTS / name / "ckpt")
+    with open_checkpoint(CHECKPOINTS / name / "ckpt") as checkpoint:
+        args = checkpoint.manifest.info["args"]
+        model = {meta.fqn for meta in checkpoint.manifest.tensors if meta.section == "model"}
+        layers = sum(map(len, checkpoint.manifest.info["layer_stages"]))
+    shared = str(not args["untie_embeddings_and_output_weights"]).lower()
+    folder = nemo_1(name, tmp_path / "in", layers=layers, shared=shared)
+    nemo = archive(folder, tmp_path / "model.nemo")
+    for place in (folder, nemo):
+        with open_checkpoint(place) as checkpoint:
+            assert checkpoint.format == "megatron-legacy"
+            assert checkpoint.manifest.info["args"]["num_layers"] == layers
+        assert as_bytes(place) == {fqn: whole[fqn] for fqn in model}
+        assert verify(place, level="full").is_ok
+
+
+def test_a_rank_of_nemo_1_that_is_missing(tmp_path: Path) -> None:
+    """By the numbers of folders, or by the settings."""
+    folder = nemo_1("legacy_t2p2", tmp_path / "in")
+    shutil.rmtree(folder / "tp_rank_01_pp_rank_000")
+    with pytest.raises(NotFound, match=r"1 of 4 rank folders are missing"):
+        open_checkpoint(folder)
+    shutil.rmtree(folder / "tp_rank_01_pp_rank_001")
+    with pytest.raises(NotFound, match=r"2 of 4 rank folders are missing, such as tensor-parallel rank 1"):
+        open_checkpoint(folder)
+
+
+def test_a_model_of_nemo_1_before_mcore(tmp_path: Path) -> None:
+    """Its names nest under ``language_model``; it is refused as such, not read as something else."""
+    for rank in range(2):
+        (tmp_path / f"mp_rank_0{rank}").mkdir()
+        state = {"model.language_model.embedding.word_embeddings.weight": torch.ones(4, 2)}
+        torch.save(state, tmp_path / f"mp_rank_0{rank}/model_weights.ckpt")
+    with pytest.raises(Unsupported, match="before mcore"):
+        open_checkpoint(tmp_path)

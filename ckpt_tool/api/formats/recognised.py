@@ -8,7 +8,7 @@ RECOGNISED = {
     "bytecheckpoint": "model/.metadata, or a tracker beside global_step_<N>",
     "megatron-dist": "metadata.json with sharded_backend torch_dist, here, in an iteration's folder or NeMo's weights/",
     "megatron-zarr": "metadata.json with sharded_backend zarr",
-    "megatron-legacy": "mp_rank_*/model_optim_rng.pt",
+    "megatron-legacy": "mp_rank_*/model_optim_rng.pt, or NeMo 1's [mt]p_rank_*/model_weights.ckpt",
     "orbax": "manifest.ocdbt, or _CHECKPOINT_METADATA beside folders of zarr arrays",
     "nanotron": "checkpoint_metadata.json beside model/, here or in the folder that latest.txt names",
     "torchsnapshot": ".snapshot_metadata",

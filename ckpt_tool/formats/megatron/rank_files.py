@@ -3,6 +3,9 @@
 The first number is the tensor-parallel rank. A second one is the pipeline stage, a third one the expert-parallel rank;
 but the stage is left out where there is one only, so that a lone second number can be either: then the run's arguments
 tell. Data-parallel ranks leave no trace. Source: Megatron-LM ``training/checkpointing.py``, ``get_checkpoint_name``.
+
+NeMo 1 has ``mp_rank_01/model_weights.ckpt``, and with pipeline stages ``tp_rank_01_pp_rank_002/model_weights.ckpt``:
+the weights alone. Source: NeMo 1 ``nlp_overrides.py``, ``NLPSaveRestoreConnector``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from ckpt_tool.records import dataclass
 
 __all__ = [
     "MODEL_FILE",
+    "NEMO_FILE",
     "OPTIMIZER_FILE",
     "Grid",
     "RankFolder",
@@ -26,8 +30,10 @@ __all__ = [
 ]
 
 MODEL_FILE = "model_optim_rng.pt"
+NEMO_FILE = "model_weights.ckpt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_NEMO_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,18 @@ class RankFolder:
 
     name: str
     numbers: tuple[int, ...]
+    file: str = MODEL_FILE
+    """What is in it."""
+
+    @property
+    def is_nemo(self) -> bool:
+        """Whether NeMo 1 wrote it: a second number is a stage then."""
+        return self.file == NEMO_FILE
+
+    @property
+    def path(self) -> str:
+        """The file's path."""
+        return f"{self.name}/{self.file}"
 
 
 @dataclass(frozen=True)
@@ -59,13 +77,17 @@ def rank_folders(paths: Iterable[str]) -> list[RankFolder]:
 
     >>> [f.numbers for f in rank_folders(["mp_rank_01_000/model_optim_rng.pt", "x.pt"])]
     [(1, 0)]
+    >>> [f.numbers for f in rank_folders(["tp_rank_01_pp_rank_002/model_weights.ckpt"])]
+    [(1, 2)]
     """
     found = []
     for path in sorted(paths):
         folder, _, name = path.rpartition("/")
-        match = _FOLDER.fullmatch(folder)
-        if match is not None and name == MODEL_FILE:
-            found.append(RankFolder(folder, tuple(int(number) for number in match.groups() if number is not None)))
+        pattern = {MODEL_FILE: _FOLDER, NEMO_FILE: _NEMO_FOLDER}.get(name)
+        match = None if pattern is None else pattern.fullmatch(folder)
+        if match is not None:
+            numbers = tuple(int(number) for number in match.groups() if number is not None)
+            found.append(RankFolder(folder, numbers, name))
     return found
 
 
@@ -91,7 +113,7 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     if len(depths) != 1:
         raise FormatError(f"folders with {' and '.join(map(str, sorted(depths)))} numbers, expected one kind")
     depth = depths.pop()
-    is_expert = _second_is_expert(facts) if depth == 2 else False
+    is_expert = _second_is_expert(facts) if depth == 2 and not folders[0].is_nemo else False
     coords = {}
     for folder in folders:
         tensor, *rest = folder.numbers

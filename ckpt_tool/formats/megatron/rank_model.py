@@ -22,6 +22,7 @@ from ckpt_tool.records import dataclass, field
 __all__ = ["Member", "RankModel", "model_chunks"]
 
 _EXTRA_STATE = "_extra_state"
+_NEMO_PREFIX = "model."
 Coord = tuple[int, int, int]
 """Stage, expert-parallel rank, tensor-parallel rank."""
 
@@ -115,7 +116,7 @@ class RankModel:
 
 
 def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
-    """The state dicts of a file's model chunks: ``model``, or ``model0``, ``model1`` ...
+    """The state dicts of a file's model chunks: ``model``, or ``model0``, ``model1`` ...; of NeMo 1, the file itself.
 
     Raises:
         FormatError: no model in it.
@@ -125,9 +126,11 @@ def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
     names = [key for key in keys if key.startswith("model") and key[5:].isdecimal()]
     ordered = ["model"] if "model" in keys else sorted(names, key=lambda name: int(name[5:]))
     chunks: list[Mapping[str, Any]] = [root[name] for name in ordered]
+    if not chunks and keys and len(keys) == len(root) and all(key.startswith(_NEMO_PREFIX) for key in keys):
+        chunks = [{key.removeprefix(_NEMO_PREFIX): value for key, value in root.items()}]
     if not chunks or not all(isinstance(chunk, dict) and all(type(k) is str for k in chunk) for chunk in chunks):
         raise FormatError(f"no model among the keys {keys[:8]}", where=where)
-    if any("language_model" in chunk for chunk in chunks):
+    if any(key == "language_model" or key.startswith("language_model.") for chunk in chunks for key in chunk):
         raise Unsupported(
             "a model from before mcore: nested under 'language_model', with other names and another order of q, k, v",
             where=where,

@@ -16,10 +16,11 @@ from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.rows import Rows
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.megatron.common_state import Common, common_of
-from ckpt_tool.formats.megatron.facts import facts_of
+from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import weight_name
 from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
+from ckpt_tool.formats.megatron.nemo import CONFIG, facts_of_config
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
 from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, Grid, check_ranks, grid_of, rank_folders
 from ckpt_tool.formats.megatron.rank_model import Coord, RankModel, model_chunks
@@ -32,22 +33,28 @@ from ckpt_tool.manifest.sections import section_of
 
 __all__ = ["READER", "MegatronLegacyReader"]
 
+_MAX_CONFIG_NBYTES = 1 << 20
+
 
 class MegatronLegacyReader(TorchFilesReader):
-    """``mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt`` with ``distrib_optim.pt``; the run's folder or an iteration's."""
+    """``mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt`` with ``distrib_optim.pt``; the run's folder or an iteration's.
+
+    Of NeMo 1, ``model_weights.ckpt`` of each rank, in a ``.nemo`` archive or unpacked.
+    """
 
     name = "megatron-legacy"
 
     def probe(self, source: Source) -> Probe:
         """By file names; one request for a tracker."""
         try:
-            location = locate(source, _is_complete, lambda path: "mp_rank_" in path)
+            location = locate(source, _is_complete, _is_ours)
         except (FormatError, NotFound) as error:
             return Probe(0.95, str(error))
         if location is None:
             return Probe(0.0, f"no mp_rank_*/{MODEL_FILE}, here or in an iteration's folder")
-        n_folders = len(rank_folders(within(source, location.folder).listing.sizes))
-        return Probe(0.95, f"{n_folders:,} folders mp_rank_* with {MODEL_FILE}")
+        folders = rank_folders(within(source, location.folder).listing.sizes)
+        kind = folders[0].name.partition("_")[0]
+        return Probe(0.95, f"{len(folders):,} folders {kind}_rank_* with {folders[0].file}")
 
     def read(self, source: Source) -> Manifest:
         """The manifest; payload offsets are reckoned, and unresolved.
@@ -59,7 +66,7 @@ class MegatronLegacyReader(TorchFilesReader):
             FormatError: files contradict each other or the run's arguments.
             LayoutError: a weight is cut over ranks, and no rule says how; or a fact is missing.
         """
-        location = locate(source, _is_complete, lambda path: "mp_rank_" in path)
+        location = locate(source, _is_complete, _is_ours)
         if location is None:
             raise NotFound(f"no mp_rank_*/{MODEL_FILE}", where=source.listing.url)
         with places_below(location.folder):
@@ -68,10 +75,10 @@ class MegatronLegacyReader(TorchFilesReader):
     def _read(self, source: Source, location: Location) -> Manifest:
         inner = within(source, location.folder)
         folders = rank_folders(inner.listing.sizes)
-        opened = open_torch_files(inner, [f"{folder.name}/{MODEL_FILE}" for folder in folders])
+        opened = open_torch_files(inner, [folder.path for folder in folders])
         by_folder = {folder.name: file for folder, file in zip(folders, opened, strict=True)}
         first = _common(opened[0])
-        facts = first.facts
+        facts = _nemo_facts(inner) if folders[0].is_nemo else first.facts
         grid = grid_of(folders, facts)
         files = {coord: by_folder[name] for coord, name in grid.folders.items()}
         chunks = {coord: model_chunks(file.root, file.path) for coord, file in files.items()}
@@ -84,7 +91,7 @@ class MegatronLegacyReader(TorchFilesReader):
                 name = weight_name(member.key)
                 add_member(rows, member, name, member.tensor, files[coord], grid.number(coord))
         optimizer = read_optimizer(inner, grid, facts, model, files)
-        return _manifest(self.name, source, location, common, model, rows, optimizer, files, grid)
+        return _manifest(self.name, source, location, common, facts, model, rows, optimizer, files, grid)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Copies that ranks hold of the same box and that differ; optimizer state that could not be placed."""
@@ -97,6 +104,17 @@ class MegatronLegacyReader(TorchFilesReader):
 
 
 READER = MegatronLegacyReader()
+
+
+def _is_ours(path: str) -> bool:
+    return "mp_rank_" in path or "tp_rank_" in path
+
+
+def _nemo_facts(source: Source) -> Facts:
+    """What NeMo's settings beside the folders say; one request where there are any."""
+    if CONFIG not in source.listing or source.listing.nbytes(CONFIG) > _MAX_CONFIG_NBYTES:
+        return Facts()
+    return facts_of_config(source.read_whole(CONFIG).decode("utf-8", "replace"))
 
 
 def _is_complete(names: Iterable[str]) -> bool:
@@ -138,6 +156,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
     source: Source,
     location: Location,
     common: Common,
+    facts: Facts,
     model: RankModel,
     rows: Rows,
     optimizer: RankOptimizer,
@@ -152,7 +171,6 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         Blob(fqn, "value", None, value, ("model", fqn.removeprefix("model.")), None, is_loaded=True)
         for fqn, value in model.extra_states
     ]
-    facts = common.facts
     known = {
         "step": common.iteration,
         "world_size": facts.world_size,
