@@ -109,6 +109,57 @@ def _commands() -> Iterator[tuple[str, Files]]:
     yield "names of other types", {"a.pt": torch_zip(b"\x80\x04K\x01K\x02\x93.")}
 
 
+# What runs code, reads or writes when it is called, directly or through what it returns.
+CALLABLES = (
+    ("posix", "system"), ("nt", "system"), ("os", "popen"), ("os", "execv"), ("os", "remove"), ("builtins", "exec"),
+    ("builtins", "compile"), ("builtins", "__import__"), ("builtins", "open"), ("builtins", "getattr"),
+    ("importlib", "import_module"), ("runpy", "run_path"), ("subprocess", "check_output"), ("types", "FunctionType"),
+    ("types", "CodeType"), ("marshal", "loads"), ("ctypes", "CDLL"), ("webbrowser", "open"), ("pty", "spawn"),
+    ("socket", "create_connection"), ("shutil", "rmtree"), ("pickle", "loads"), ("_pickle", "loads"), ("torch", "load"),
+    ("torch.hub", "load"), ("operator", "attrgetter"), ("operator", "methodcaller"), ("functools", "partial"),
+    ("code", "InteractiveInterpreter"), ("timeit", "timeit"), ("asyncio", "run"), ("multiprocessing", "Process"),
+    ("torch.serialization", "os.system"), ("torch.utils.cpp_extension", "load_inline"), ("pip", "main"),
+    ("sys", "modules"), ("pdb", "run"), ("doctest", "testfile"), ("builtins", "eval"), ("__builtin__", "apply"),
+)  # fmt: skip
+
+
+def _hidden() -> Iterator[tuple[str, Files]]:
+    """Calls by every callable that is known for it, and one call in every place where a pickle can have one."""
+
+    def named(module: str, name: str) -> bytes:
+        return _short(module) + _short(name) + b"\x93"
+
+    for module, name in CALLABLES:
+        yield f"calls {module}.{name}", {"a.pt": torch_zip(b"\x80\x04" + named(module, name) + _text("x") + b"\x85R.")}
+    call = named("os", "system") + _text("touch ckpt-was-here") + b"\x85R"
+    ordered = _global("collections", "OrderedDict") + b")R"
+    tensor = _tensor((2,), (1,), 2)[2:-1]
+    storage = {"0": bytes(8)}
+    places = {
+        "a key": b"}(" + call + b"K\x01u.",
+        "an item": b"](" + call + b"e.",
+        "a set": b"\x8f(" + call + b"\x90.",
+        "a frozen set": b"(" + call + b"\x91.",
+        "a state": ordered + call + b"b.",
+        "a state setter": named("os", "system") + ordered + b"}\x86R.",
+        "arguments": _global("torch._utils", "_rebuild_tensor_v2") + b"(" + call + b"tR.",
+        "a persistent id": b"(" + call + b"tQ.",
+        "hooks": tensor[: tensor.rindex(b"ccollections")] + call + b"tR.",
+        "what follows a tensor": b"}" + _text("w") + tensor + b"s" + _text("x") + call + b"s.",
+        "a class": _global("torch._utils", "_rebuild_from_type_v2") + b"(" + call + call + b")" + b"NtR.",
+        "the memo": call + b"\x940h\x00.",
+        "what follows the end": b"}" + _text("w") + tensor + b"s." + call + b".",
+        "a new object": _short("os") + _short("system") + b"\x93" + _text("true") + b"\x85\x81.",
+    }
+    for place, data in places.items():
+        yield f"a call in {place}", {"a.pt": torch_zip(b"\x80\x04" + data, storage)}
+
+
+def _short(value: str) -> bytes:
+    raw = value.encode()
+    return b"\x8c" + bytes([len(raw)]) + raw
+
+
 def _resources() -> Iterator[tuple[str, Files]]:
     """Pickles that claim more than there is."""
     yield "memo bomb", {"a.pt": torch_zip(b"\x80\x02Nr\xff\xff\xff\x7f.")}
@@ -145,6 +196,13 @@ def _zips() -> Iterator[tuple[str, Files]]:
     yield "lying sizes", {"a.pt": patched(entries[2] + 20, struct.pack("<II", 1 << 31, 1 << 31))}
     yield "member count", {"a.pt": patched(end + 8, b"\xff\xff\xff\xff")}
     yield "zip64 without a record", {"a.pt": patched(entries[2] + 20, b"\xff" * 8)}
+    saved = io.BytesIO()
+    torch.save({"w": torch.zeros(2)}, saved)
+    wide = bytearray(saved.getvalue())
+    record = wide.rindex(b"PK\x06\x06")
+    for name, at in (("members", 32), ("size", 40), ("offset", 48)):
+        yield f"zip64 mismatch, {name}", {"a.pt": bytes(wide[: record + at]) + b"\x01" + bytes(wide[record + at + 1 :])}
+    yield "zip64 record elsewhere", {"a.pt": bytes(wide).replace(b"PK\x06\x07\0\0\0\0", b"PK\x06\x07\0\0\0\0\x01")}
     yield "directory offset", {"a.pt": patched(end + 16, struct.pack("<I", central + 1))}
     twice = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(twice, "w") as archive:
@@ -186,6 +244,7 @@ def _headers() -> Iterator[tuple[str, Files]]:
     yield "header of 2**63", file(b"{}", length=(1 << 63) - 1)
     yield "header of 2**64 - 1", file(b"{}", length=(1 << 64) - 1)
     yield "header of 100 MB that is not there", file(b"{}" + b" " * 50, length=100_000_000)
+    yield "header of 100 MB", file(b'{"' + b"a" * 100_000_001 + b'":0}')
     yield "overlap", file(b"{" + entry("a", 0, 4) + b"," + entry("b", 2, 6) + b"}", bytes(6))
     yield "duplicate keys", file(b"{" + entry("a", 0, 4) + b"," + entry("a", 4, 8) + b"}", bytes(8))
     yield "negative", file(b"{" + entry("a", -4, 0) + b"}", bytes(4))
@@ -224,7 +283,14 @@ def dcp_that_names(path: str) -> Files:
     return {**files, ".metadata": made.metadata()}
 
 
-ATTACKS: tuple[Callable[[], Iterator[tuple[str, Files]]], ...] = (_commands, _resources, _zips, _headers, _paths)
+ATTACKS: tuple[Callable[[], Iterator[tuple[str, Files]]], ...] = (
+    _commands,
+    _hidden,
+    _resources,
+    _zips,
+    _headers,
+    _paths,
+)
 
 
 def placed(folder: Path, files: Files) -> Path:

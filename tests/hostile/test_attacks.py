@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parents[2]
 # Strange, and nothing wrong with them: a name that means nothing here, nesting, repetition, names of members.
 HARMLESS = {
     "torch.storage._get_dtype_from_pickle_storage_type", "deep nesting", "billion laughs", "self-reference",
-    "path traversal", "deflate bomb",
+    "path traversal", "deflate bomb", "calls functools.partial",
 }  # fmt: skip
-PARTLY = {"index, parent", "index, absolute", "index, in and out"}
+PARTLY = {"index, parent", "index, absolute", "index, in and out", "zip64 record elsewhere"}
 SAID = {
     "os.system": "neither imported nor called",
     "eval": "neither imported nor called",
@@ -29,6 +29,14 @@ SAID = {
     "memo bomb": "memo index 2,147,483,647",
     "huge LONG4": "2,147,483,647 bytes is claimed",
     "persistent id of text": "names no storage",
+    "zip64 mismatch, size": "the end records differ",
+    "zip64 mismatch, offset": "the end records differ",
+    "zip64 mismatch, members": "no ZIP64 record here",
+    "zip64 record elsewhere": "",
+    "calls builtins.getattr": "missing 1 required positional argument",
+    "calls functools.partial": "",
+    "calls torch.serialization.os.system": "reaches a module that can run code through another",
+    "a call in what follows the end": "bytes follow the pickle",
     "overlapping members": "ends at byte",
     "duplicate names": "have the name of another",
     "overlap": "before 'a' ends",
@@ -57,7 +65,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 def test_nothing_runs_and_all_is_answered(attacked: dict[str, dict[str, Any]]) -> None:
     """A documented status and no trace of a program, whatever the attack and the command."""
-    assert len(attacked) > 60
+    assert len(attacked) > 120
     bad = {
         (name, command): result
         for name, results in attacked.items()
@@ -77,7 +85,8 @@ def test_what_is_hostile_is_refused(attacked: dict[str, dict[str, Any]]) -> None
 def test_it_is_called_what_it_is(attacked: dict[str, dict[str, Any]]) -> None:
     """The message names the trick."""
     for name, results in attacked.items():
-        said = SAID.get(name, SAID["os.system"] if name.startswith("os.system") else "")
+        is_call = name.startswith(("os.system", "calls ", "a call in "))
+        said = SAID.get(name, SAID["os.system"] if is_call else "")
         if name not in UNSAID:
             assert said in results["verify --full"]["text"], name
             assert said in results["inspect"]["text"] or results["inspect"]["status"] == 0, name

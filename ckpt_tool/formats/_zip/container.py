@@ -284,4 +284,5 @@ def _end_faults(tail: bytes, end: int, start: int, entries: Mapping[str, _Entry]
             yield Fault(start + end + _END64.size, "the ZIP64 locator is damaged")
         return
     if any(tail[end:at]):
-        yield Fault(start + end, f"{at - end:,} bytes of an unknown kind stand behind the directory", is_certain=False)
+        said = f"{at - end:,} bytes that nothing refers to stand behind the directory"
+        yield Fault(start + end, said, is_certain=tail.startswith(b"PK\x06\x06", end))
