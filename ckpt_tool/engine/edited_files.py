@@ -11,6 +11,7 @@ from ckpt_tool.records import dataclass
 from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.take_over import BLOCK_BYTES
 from ckpt_tool.storage.target import LocalTarget, Target
 
 __all__ = ["TakenOver", "write_edited"]
@@ -39,6 +40,8 @@ def write_edited(
         StorageError: the storage failed.
     """
     taken = TakenOver()
+    files = list(files)
+    _leave_to_share(files, source, target)
     for file in sorted(files, key=lambda file: file.path == commit_path):
         if file.is_link(source.listing.sizes) and _take_over(file, source, target, link, taken):
             continue
@@ -54,6 +57,19 @@ def write_edited(
                 taken.new_nbytes += len(part)
                 at += len(part)
     return taken
+
+
+def _leave_to_share(files: Iterable[EditedFile], source: Source, target: Target) -> None:
+    """Reserve no room for files whose blocks will be shared, where the file system can."""
+    store = source.store
+    old = [part for file in files for part in file.parts if isinstance(part, FileRange)]
+    largest = max(old, key=lambda part: part.length, default=None)
+    if not (isinstance(store, LocalStore) and isinstance(target, LocalTarget)) or largest is None:
+        return
+    if source.listing.sizes[largest.path] >= BLOCK_BYTES:
+        with store.borrow(largest.path) as handle:
+            if target.can_share(handle.file.fileno(), 0, BLOCK_BYTES):
+                target.reserve_nothing_for(file.path for file in files)
 
 
 def _take_over(file: EditedFile, source: Source, target: Target, link: str, taken: TakenOver) -> bool:

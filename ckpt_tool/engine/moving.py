@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.engine.base import EngineOptions
+from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.pool import run_units
 from ckpt_tool.engine.sinks import Sink
@@ -35,6 +36,7 @@ class Job:
     target: Target
     options: EngineOptions
     digests: TileDigests | None
+    clones: Clones | None = None
 
 
 def move_units(
@@ -51,7 +53,7 @@ def move_units(
     def make_worker() -> Worker:
         return Worker(
             plan, job.store, sink, with_crc32=job.layout.needs_crc32, digests=job.digests, ahead_bytes=ahead_bytes,
-            n_workers=n_workers,
+            n_workers=n_workers, clones=job.clones,
         )  # fmt: skip
 
     unflushed: list[UnitRecord] = []

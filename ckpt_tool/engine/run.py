@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ckpt_tool.engine.around import early_segments, files_of, rest_of, segment_files, sent_units
 from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progress, RunReport
+from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.moving import Job, move_units, unit_nbytes
 from ckpt_tool.engine.run_share import run_remote_share, run_share, units_of, units_of_files
@@ -25,6 +28,7 @@ from ckpt_tool.formats.base import LayOut
 from ckpt_tool.layout.origins import Origins
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.sizes import format_bytes
+from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.local_target import LocalTarget
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
@@ -54,14 +58,18 @@ def run_plan(
             resumed.
         UsageError: several processes, and a target that knows one only; or they do not fit together.
     """
+    clones = None
+    if isinstance(store, LocalStore) and isinstance(target, LocalTarget):
+        clones = Clones(plan, store, target)
     try:
         if share is None or not share.index:
-            _check_space(plan, target)
+            _check_space(plan, target, 0 if clones is None else _leave_to_share(clones, plan, target))
     except StorageError:
         target.abandon(discard=not target.is_resumed)  # nothing was written yet
         raise
     try:
-        job = Job(plan, layout, store, target, options, TileDigests(plan, origins) if options.digests else None)
+        digests = TileDigests(plan, origins) if options.digests else None
+        job = Job(plan, layout, store, target, options, digests, clones)
         if share is None:
             yield from _run(job, None)
         elif not isinstance(target, LocalTarget):
@@ -156,12 +164,20 @@ def _begun(job: Job, leader: Leader | RemoteLeader | None) -> tuple[Journal | No
     return journal, done
 
 
-def _check_space(plan: Plan, target: Target) -> None:
-    free = target.free_bytes()
-    if free is not None and not target.is_resumed and plan.stats.target_nbytes > free:
+def _leave_to_share(clones: Clones, plan: Plan, target: Target) -> int:
+    """Let files that are mostly shared reserve no room; bytes that need none."""
+    if not isinstance(target, LocalTarget):
+        return 0
+    files, shared = plan.target.files, clones.shared_nbytes()
+    target.reserve_nothing_for(files.paths[row] for row in np.flatnonzero(2 * shared > files.nbytes).tolist())
+    return int(shared.sum())
+
+
+def _check_space(plan: Plan, target: Target, shared_nbytes: int) -> None:
+    free, needed = target.free_bytes(), plan.stats.target_nbytes - shared_nbytes
+    if free is not None and not target.is_resumed and needed > free:
         raise StorageError(
-            f"needs {format_bytes(plan.stats.target_nbytes)}, {format_bytes(free)} are free "
-            f"({plan.stats.target_nbytes:,} and {free:,} bytes)",
+            f"needs {format_bytes(needed)}, {format_bytes(free)} are free ({needed:,} and {free:,} bytes)",
             where=target.url,
         )
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.base import CastEffect
+from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.elements import count_changes
 from ckpt_tool.engine.journal import UnitRecord
 from ckpt_tool.engine.tile_digests import TileDigests, UnitDigests
@@ -39,6 +40,7 @@ class Worker:
     """Executes tiles of one plan, one at a time.
 
     ``ahead_bytes`` may be fetched before they are needed; ``n_workers`` share the requests that the storage likes.
+    ``clones`` says what the target may have in common with the source.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Worker:
         digests: TileDigests | None = None,
         ahead_bytes: int = 0,
         n_workers: int = 1,
+        clones: Clones | None = None,
     ) -> None:
         self._plan = plan
+        self._clones = clones
         self._store = store
         self._sink = sink
         self._with_crc32 = with_crc32
@@ -92,7 +96,10 @@ class Worker:
         takes_pieces = self._sum_tile(tile, buffer)
         for row in range(int(writes.starts[tile]), int(writes.starts[tile + 1])):
             data = self._packed_piece(row, buffer, elements, casts)
-            self._sink.write(self._plan.target.files.paths[writes.file[row]], int(writes.file_offset[row]), data)
+            path, offset = self._plan.target.files.paths[writes.file[row]], int(writes.file_offset[row])
+            for start, end in ((0, data.nbytes),) if self._clones is None else self._clones.share(row):
+                if start < end:
+                    self._sink.write(path, offset + start, data[start:end])
             if self._with_crc32:
                 crcs.append((row, crc32(data)))
                 if takes_pieces and self._unit is not None:

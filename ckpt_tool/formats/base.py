@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.dtypes import DType
+from ckpt_tool.formats._options import WriterOptions
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
@@ -143,34 +143,6 @@ class BoxTable:
     def __len__(self) -> int:
         """Number of boxes."""
         return len(self.tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class WriterOptions:
-    """Choices that only some writers look at."""
-
-    max_shard_nbytes: int | None = None
-    """safetensors: start a new file before this many payload bytes; None for one file."""
-    file_name: str | None = None
-    """Single-file formats: the name of the file, None for the format's usual one."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """safetensors: extra ``__metadata__``."""
-    vpp: int = 1
-    """Formats that record the mesh: model chunks per pipeline stage."""
-    first_stage_layers: int | None = None
-    """Likewise: layers of the first stage, None for an even spread."""
-    last_stage_layers: int | None = None
-    """Likewise: of the last stage."""
-    mcore_version: str | None = None
-    """Megatron: the version of megatron-core that is to load it, None for the newest known."""
-    fresh_random_states: bool = False
-    """Megatron: write random states as at the start of a run."""
-    zero_stage: int | None = None
-    """DeepSpeed: how much ranks share out, 1 to 3; None as in the source."""
-    model_dtype: DType | None = None
-    """Formats that record it: the dtype that the model's weights shall have; None as in the source."""
-    sidecar: bool | None = None
-    """dcp: write the metadata once more as Arrow columns; None where there are many chunks."""
 
 
 @dataclass(frozen=True)

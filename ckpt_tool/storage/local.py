@@ -12,12 +12,13 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.fetch import fetch_all
-from ckpt_tool.storage.handles import Handles
+from ckpt_tool.storage.handles import Handle, Handles
 from ckpt_tool.storage.store import Listing, ReadCost
 from ckpt_tool.storage.urls import check_path, join_url
 
@@ -111,6 +112,10 @@ class LocalStore:
             concurrency=self.cost.concurrency,
             may_be_cached=True,
         )
+
+    def borrow(self, path: str) -> AbstractContextManager[Handle]:
+        """The open file, for calls of the system that take one."""
+        return self._handles.borrow(path)
 
     def close(self) -> None:
         """Close all files; further reads fail."""

@@ -10,16 +10,17 @@ import errno
 import io
 import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
 from ckpt_tool.storage.kernel import fallocate
-from ckpt_tool.storage.renaming import remove, swap_in, sync_folder
-from ckpt_tool.storage.take_over import copy_range, take_file
+from ckpt_tool.storage.renaming import N_SYNCS, remove, swap_in, sync_folder, sync_tree
+from ckpt_tool.storage.take_over import clone_range, copy_range, take_file
 from ckpt_tool.storage.urls import check_path, local_path
 
 __all__ = ["JOURNAL_NAME", "MARKER_NAME", "LocalTarget"]
@@ -32,8 +33,6 @@ MARKER_TEXT = (
     "Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or delete this folder.\n"
 )
 MAX_OPEN_FILES = 128
-_N_SYNCS = 16
-"""Waits for the device at once: a file system makes those of many files durable in one commit of its journal."""
 _IS_WINDOWS = os.name == "nt"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -73,6 +72,7 @@ class LocalTarget:
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._dirty: set[str] = set()
+        self._unreserved: frozenset[str] = frozenset()
         self._handles = Handles(self._open, limit=MAX_OPEN_FILES)
         self._marker_fd = -1
         if joins:
@@ -103,7 +103,8 @@ class LocalTarget:
                 full, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666
             )
             try:
-                fallocate(fd, nbytes)
+                if path not in self._unreserved:
+                    fallocate(fd, nbytes)
                 if os.fstat(fd).st_size != nbytes:
                     os.ftruncate(fd, nbytes)
             finally:
@@ -149,6 +150,32 @@ class LocalTarget:
         except OSError as error:
             raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
 
+    def can_share(self, source_fd: int, source_offset: int, nbytes: int) -> bool:
+        """Whether blocks of another file can be shared with files of this target: a trial that leaves nothing."""
+        try:
+            with tempfile.TemporaryFile(dir=self.root) as file:
+                return clone_range(source_fd, file.fileno(), source_offset, 0, nbytes)
+        except OSError as error:
+            raise self._failure(error, "cannot be written to", needed=nbytes) from error
+
+    def reserve_nothing_for(self, paths: Iterable[str]) -> None:
+        """Files, not created yet, that will mostly share blocks: Btrfs keeps a reserved block until all are given."""
+        self._unreserved = frozenset(paths)
+
+    def share(self, path: str, offset: int, source_fd: int, source_offset: int, nbytes: int) -> bool:
+        """Let a created file have whole blocks in common with another one; False where the file system cannot.
+
+        Raises:
+            StorageError: the system refused.
+        """
+        try:
+            with self._handles.borrow(path) as handle:
+                is_shared = clone_range(source_fd, handle.file.fileno(), source_offset, offset, nbytes)
+        except OSError as error:
+            raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
+        self._note_dirty(path)
+        return is_shared
+
     def write(self, path: str, offset: int, buffer: bytes | bytearray | memoryview) -> None:
         """Write all of ``buffer`` at ``offset``.
 
@@ -184,7 +211,7 @@ class LocalTarget:
         if not self._durable:
             return
         try:
-            fetch_all(self._sync, sorted(dirty), concurrency=_N_SYNCS, may_be_cached=True)
+            fetch_all(self._sync, sorted(dirty), concurrency=N_SYNCS, may_be_cached=True)
         except CkptError:
             with self._lock:
                 self._dirty |= dirty
@@ -209,7 +236,7 @@ class LocalTarget:
             self._check_final()
             self._handles.close()
             if self._durable:
-                _sync_tree(self.root)
+                sync_tree(self.root)
             if self._single_file:
                 os.replace(self._full(next(iter(self._sizes))), self._final)
             else:
@@ -361,31 +388,6 @@ class LocalTarget:
             hint = f'make room, then go on with "--resume", or delete "{self.root}"'
             return StorageError(f"{what}: no room, {need}, {free:,} are free", where=self.root, hint=hint)
         return StorageError(f"{what}: {error.strerror or error}", where=self.root)
-
-
-def _sync_tree(root: str) -> None:
-    """Wait until all files and folders below ``root``, and it itself, are on the device."""
-    found = [(folder, names) for folder, _, names in os.walk(root, topdown=False)]
-    files = [os.path.join(folder, name) for folder, names in found for name in names]
-    fetch_all(_sync_file, files, concurrency=_N_SYNCS, may_be_cached=True)
-    fetch_all(sync_folder, [folder for folder, _ in found], concurrency=_N_SYNCS, may_be_cached=True)
-
-
-def _sync_file(path: str) -> None:
-    fd = _open_for_sync(path)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _open_for_sync(path: str) -> int:
-    """A descriptor; for reading alone where a file that was linked may not be written to."""
-    flags = getattr(os, "O_NOFOLLOW", 0)
-    try:
-        return os.open(path, os.O_RDWR | flags)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | flags)
 
 
 def _holds_own_folders(folder: str) -> bool:

@@ -10,10 +10,13 @@ import os
 import shutil
 import stat
 
+from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.kernel import exchange
 
-__all__ = ["remove", "swap_in", "sync_folder"]
+__all__ = ["N_SYNCS", "remove", "swap_in", "sync_folder", "sync_tree"]
 
+N_SYNCS = 16
+"""Waits for the device at once: a file system makes those of many files durable in one commit of its journal."""
 _IS_WINDOWS = os.name == "nt"
 
 
@@ -54,3 +57,28 @@ def remove(path: str) -> None:
         shutil.rmtree(path)
     else:
         os.unlink(path)
+
+
+def sync_tree(root: str) -> None:
+    """Wait until all files and folders below ``root``, and it itself, are on the device."""
+    found = [(folder, names) for folder, _, names in os.walk(root, topdown=False)]
+    files = [os.path.join(folder, name) for folder, names in found for name in names]
+    fetch_all(_sync_file, files, concurrency=N_SYNCS, may_be_cached=True)
+    fetch_all(sync_folder, [folder for folder, _ in found], concurrency=N_SYNCS, may_be_cached=True)
+
+
+def _sync_file(path: str) -> None:
+    fd = _open_for_sync(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_for_sync(path: str) -> int:
+    """A descriptor; for reading alone where a file that was linked may not be written to."""
+    flags = getattr(os, "O_NOFOLLOW", 0)
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | flags)

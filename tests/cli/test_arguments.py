@@ -26,7 +26,8 @@ RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
     "true_vocab": None, "include": (), "exclude": (), "dtype": None, "masters": False,
-    "tied": "auto", "unequal": None, "max_shard_nbytes": None, "memory_budget_bytes": GIB, "n_workers": None,
+    "tied": "auto", "unequal": None, "max_shard_nbytes": None, "share_blocks": False,
+    "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 
 
@@ -108,8 +109,8 @@ def test_plan_has_the_options_of_reshard(capsys: pytest.CaptureFixture[str]) -> 
     [
         ("", {}),
         ("--all --names source --to dcp", {"everything": True, "names": "source", "to": "dcp"}),
-        ("--max-shard-size 5GB --tied keep --unequal first",
-         {"max_shard_nbytes": 5 * 10**9, "tied": "keep", "unequal": ["first"]}),
+        ("--max-shard-size 5GB --tied keep --unequal first --share-blocks",
+         {"max_shard_nbytes": 5 * 10**9, "tied": "keep", "unequal": ["first"], "share_blocks": True}),
         ("--family llama --naming f.toml --fact heads=4 --fact kv_heads=2 --true-vocab 100",
          {"family": "llama", "naming": "f.toml", "facts": {"heads": 4, "kv_heads": 2}, "true_vocab": 100}),
         ("--include a --exclude b --dtype fp32", {"include": ["a"], "exclude": ["b"], "dtype": "fp32"}),

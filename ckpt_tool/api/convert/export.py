@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
@@ -34,7 +36,7 @@ from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.layout.origins import origins_of, renaming_views
 from ckpt_tool.layout.views import View
-from ckpt_tool.manifest.model import Blob
+from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 
 __all__ = ["export", "prepare_export"]
@@ -66,6 +68,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     tied: Literal["keep", "drop", "auto"] = "auto",
     unequal: str | Sequence[str] | None = None,
     max_shard_nbytes: int | None = None,
+    share_blocks: bool = False,
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     n_workers: int | None = None,
     overwrite: bool = False,
@@ -98,6 +101,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
             ``GLOB=concat:0``); None to stop.
         max_shard_nbytes: start a new file before this many bytes.
+        share_blocks: pad headers of safetensors so that most tensors have the place within a block that they have in
+            the source's files; XFS and Btrfs then share the blocks, as they do where places agree by chance.
         memory_budget_bytes: bound for all buffers.
         n_workers: threads, None for a number that suits the machine.
         overwrite: replace what is at the target.
@@ -165,7 +170,9 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         blobs=blobs,
         dropped=dropped,
         notes=notes,
-        options=WriterOptions(max_shard_nbytes=max_shard_nbytes),
+        options=WriterOptions(
+            max_shard_nbytes=max_shard_nbytes, origins=_first_bytes(manifest) if share_blocks else {}
+        ),
         execution=Execution(
             memory_budget_bytes,
             moving_workers(n_workers),
@@ -178,6 +185,15 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         origins=origins_of(before, views) if views and not masters else None,
         companions={"config.json": _config_text(config, tensors)} if config else {},
     )
+
+
+def _first_bytes(manifest: Manifest) -> dict[str, int]:
+    """By fqn, where in its file a tensor begins that is one chunk; one that is not stored as a run shares nothing."""
+    chunks = manifest.chunks
+    single = np.bincount(chunks.tensor, minlength=len(manifest.tensors)) == 1
+    rows = np.flatnonzero(single[chunks.tensor])
+    names = manifest.tensors.fqns
+    return {names[t]: at for t, at in zip(chunks.tensor[rows].tolist(), chunks.offset[rows].tolist(), strict=True)}
 
 
 def _config_text(config: Mapping[str, Any], tensors: TensorTable) -> bytes:

@@ -10,6 +10,7 @@ Pure: bytes in, records out, and back. Knows no store, no index, no manifest.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -36,6 +37,8 @@ PEER_MAX_HEADER_NBYTES = 100_000_000
 """The reference library refuses headers above this (``MAX_HEADER_SIZE`` in tensor.rs)."""
 ALIGNMENT = 64
 """Payloads that are laid out here start at a multiple of this (the format asks for none, the library pads to 8)."""
+BLOCK_NBYTES = 4096
+"""What file systems share: two files have a block in common where its bytes lie in both at a multiple of this."""
 
 _MAX_NDIM = 64
 _MAX_SIZE = (1 << 63) - 1
@@ -264,11 +267,14 @@ def entry_fields(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:
 
 
 def build_header(
-    tensors: Iterable[tuple[str, DType, Sequence[int]]], metadata: Mapping[str, str]
+    tensors: Iterable[tuple[str, DType, Sequence[int]]],
+    metadata: Mapping[str, str],
+    origins: Mapping[str, int] | None = None,
 ) -> tuple[bytes, Header]:
     """``(bytes, header)`` of a file with ``tensors`` (name, dtype, shape) in that order; the payload follows the bytes.
 
-    Padded with spaces so that the payload starts at a multiple of `ALIGNMENT`.
+    Padded with spaces so that the payload starts at a multiple of `ALIGNMENT`, or with ``origins``, bytes of other
+    files at which tensors begin, so that most payload has the same place within a block as there.
 
     Raises:
         Unsupported: the format has no such dtype, or a tensor is no whole number of bytes.
@@ -284,5 +290,19 @@ def build_header(
         entries.append(Entry(name, dtype, tuple(shape), start, start + nbytes))
         start += nbytes
     text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    place = _place_in_block(entries, origins or {})
+    step, rest = (ALIGNMENT, 0) if place is None else (BLOCK_NBYTES, place)
+    text += b" " * ((rest - 8 - len(text)) % step)
     return len(text).to_bytes(8, "little") + text, Header(tuple(entries), dict(metadata), 8 + len(text))
+
+
+def _place_in_block(entries: Sequence[Entry], origins: Mapping[str, int]) -> int | None:
+    """Where in a block the payload has to begin for most bytes to lie in theirs as in ``origins``; None for anywhere.
+
+    Only multiples of 8 count, as the library pads to.
+    """
+    wanted: Counter[int] = Counter()
+    for entry in entries:
+        if entry.name in origins and (origins[entry.name] - entry.start) % 8 == 0:
+            wanted[(origins[entry.name] - entry.start) % BLOCK_NBYTES] += entry.nbytes
+    return max(wanted, key=lambda place: (wanted[place], -place), default=None)

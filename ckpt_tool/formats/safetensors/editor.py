@@ -98,7 +98,9 @@ def _file(path: str, nbytes: int, header: Header, kept: Sequence[Entry], edit: E
     opaque = [entry.name for entry in kept if entry.dtype.safetensors is None]
     if opaque:
         raise Unsupported(f"{opaque[0]!r} has an element type that this version cannot name", where=path)
-    data, _ = build_header([(edit.names[entry.name], entry.dtype, entry.shape) for entry in kept], metadata)
+    # With payload at the same place within a block, file systems that share blocks copy none of it.
+    origins = {edit.names[entry.name]: header.data_start + entry.start for entry in kept}
+    data, _ = build_header([(edit.names[entry.name], entry.dtype, entry.shape) for entry in kept], metadata, origins)
     ranges = _joined(FileRange(path, header.data_start + entry.start, entry.nbytes) for entry in kept)
     return EditedFile(path, (data, *ranges))
 

@@ -53,7 +53,7 @@ class SafetensorsWriter:
             described = [
                 (request.tensors.fqns[t], request.tensors.dtypes[t], request.tensors.shape_of(t)) for t in ordered
             ]
-            data, header = build_header(described, metadata)
+            data, header = build_header(described, metadata, request.options.origins)
             segments.append(Segment(name, 0, data))
             entries.append(FileEntry(name, header.data_start + header.payload_nbytes))
             for tensor, entry in zip(ordered, header.entries, strict=True):
