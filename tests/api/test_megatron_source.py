@@ -362,7 +362,7 @@ def fused(weights: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]
     ids=["mixtral", "qwen_moe", "deepseek"],
 )
 def test_experts_of_a_layer_in_one_tensor(family: str, weights: Arrays, config: dict[str, Any], tmp_path: Path) -> None:
-    """Names of transformers 5 in a running job, there and back: what Megatron gets is what it gets of single experts."""
+    """Names of transformers 5 in a running job, there and back: Megatron gets what it gets of single experts."""
     apart = saved(tmp_path / "apart", weights, config)
     joined = saved(tmp_path / "joined", fused(weights), config)
     options: dict[str, Any] = {"to": "megatron-dist", "tp": 2, "arguments": DIVISOR, "durable": False}

@@ -241,7 +241,7 @@ NEOX_RULES = {
 
 
 def test_r71_pipeline_files_of_gpt_neox(ckpt: Ckpt, tmp_path: Path) -> None:
-    """R71: ``layer_XX-model_YY-model_states.pt`` is known; parts are joined by a file that says how, not by guessing."""
+    """R71: ``layer_XX-model_YY-model_states.pt`` is known; parts are joined by a file that says how, not guessed."""
     rng = np.random.default_rng(0)
     block = {
         "input_layernorm.weight": (4,), "attention.query_key_value.weight": (12, 4), "attention.dense.weight": (4, 4),
