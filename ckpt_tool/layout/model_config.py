@@ -23,7 +23,9 @@ else:
 
 __all__ = ["Translated", "arguments_of", "config_of", "known_types"]
 
-_KINDS = ("", "not", "dense first", "times moe")
+_KINDS = ("", "not", "dense first", "times moe", "window", "sliding")
+_SLIDES, _FULL = "sliding_attention", "full_attention"
+_SCALED_EMBEDDING = ("gemma", "gemma2", "gemma3_text")
 _WITH_DEFAULT = ("num_query_groups", "kv_channels")
 
 
@@ -56,6 +58,10 @@ class _Same:
             return not value
         if self.kind == "dense first":
             return [0] * value + [1] * (config["num_hidden_layers"] - value)
+        if self.kind == "window":
+            return [value - 1, 0]
+        if self.kind == "sliding":
+            return [int(layer == _SLIDES) for layer in value]
         return value * config["moe_intermediate_size"] if self.kind == "times moe" else value
 
     def to_config(self, value: Any, args: Mapping[str, Any]) -> Any:
@@ -66,6 +72,10 @@ class _Same:
             layers = value if isinstance(value, list) else [1] * args["num_layers"] if value == 1 else []
             dense = layers.index(1) if 1 in layers else 0
             return dense if layers and all(layers[dense:]) else None
+        if self.kind in ("window", "sliding"):
+            listed = list(value) if isinstance(value, list | tuple) else []
+            types = [_SLIDES if layer else _FULL for layer in listed] or None
+            return types if self.kind == "sliding" else listed[0] + 1 if listed else None
         if self.kind == "times moe":
             width = args.get("moe_ffn_hidden_size")
             return value // width if width and value % width == 0 else None
@@ -187,10 +197,11 @@ def _differences(config: Mapping[str, Any], model: _Model, where: str) -> Iterat
             f"{key} is {found!r}, expected {expected!r}: Megatron's arguments for other models are not known",
             where=where,
         )
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
+    writes_window = any(same.kind == "window" and same.is_of(model.type) for same in _table().same)
+    if config.get("sliding_window") and config.get("use_sliding_window", True) and not writes_window:
         yield f"sliding_window {config['sliding_window']} is not among the arguments written: say --window-size"
-    if model.type == "gemma":
-        yield "gemma scales its embedding and gates with GeLU: Megatron-LM has no arguments for either"
+    if model.type in _SCALED_EMBEDDING:
+        yield f"{model.type} scales its embedding and gates with GeLU: Megatron-LM has no arguments for either"
 
 
 def config_of(args: Mapping[str, Any], model_types: Sequence[str], *, n_tokens: int | None) -> Translated:

@@ -80,7 +80,12 @@ def rope_arguments(
     scaling = next((table for key in _TABLES if isinstance(table := config.get(key), Mapping)), {})
     word = scaling.get("rope_type", scaling.get("type"))
     if word in _PLAIN:
-        return {}, []
+        by_layer = {name: table.get("rope_type") for name, table in scaling.items() if isinstance(table, Mapping)}
+        return {}, [
+            f"rope scaling {word!r} of layers with {name} is not among the arguments written: say it to Megatron"
+            for name, word in by_layer.items()
+            if word not in _PLAIN
+        ]
     kind = next((k for k in kinds if word in (k.type, *k.also) and k.latent in (None, latent)), None)
     if kind is None:
         return {}, [f"rope scaling {word!r} of the config is not among the arguments written: say it to Megatron"]

@@ -217,6 +217,39 @@ def test_to_megatron_and_back(name: str, tmp_path: Path) -> None:
     assert all(found[fqn].tobytes() == weight.tobytes() for fqn, weight in weights.items())
 
 
+GEMMA: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"rope_local_base_freq": 10000.0},
+}
+
+
+@pytest.mark.parametrize("kind", GEMMA)
+def test_norms_behind_attention_and_mlp(kind: str, tmp_path: Path) -> None:
+    """Gemma 2 and 3: four norms a layer are where Megatron-Bridge has them; names alone tell them on the way back."""
+    rng = np.random.default_rng(9)
+    weights = model(tied=True)
+    for layer in range(LAYERS):
+        norms = {f"{name}_feedforward_layernorm": HIDDEN for name in ("pre", "post")}
+        norms |= {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM} if kind == "gemma3_text" else {}
+        for name, size in norms.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = rng.normal(size=size).astype(np.float32)
+    config = config_of(
+        kind, tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=8,
+        hidden_activation="gelu_pytorch_tanh", layer_types=["sliding_attention", "full_attention", "sliding_attention"], **GEMMA[kind],
+    )  # fmt: skip
+    source = saved(tmp_path / "hf", weights, config)
+    reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, pp=3, arguments=DIVISOR, durable=False)
+    found = read(tmp_path / "mg")
+    post = found["model.decoder.layers.self_attention.linear_proj.post_layernorm.weight"]
+    for layer in range(LAYERS):
+        assert post[layer].tobytes() == weights[f"model.layers.{layer}.post_attention_layernorm.weight"].tobytes()
+    export(tmp_path / "mg", tmp_path / "back", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    assert {key: written.get(key) for key in config} == config
+
+
 def test_fused_weights_are_megatrons(tmp_path: Path) -> None:
     """Queries, key and value by KV group; gate over up; layers and experts stacked; zeros behind the vocabulary."""
     weights = model(experts="mixtral")
