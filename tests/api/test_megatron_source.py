@@ -217,6 +217,7 @@ def test_to_megatron_and_back(name: str, tmp_path: Path) -> None:
     assert all(found[fqn].tobytes() == weight.tobytes() for fqn, weight in weights.items())
 
 
+KINDS_OF_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {"rope_local_base_freq": 10000.0},
@@ -235,7 +236,7 @@ def test_norms_behind_attention_and_mlp(kind: str, tmp_path: Path) -> None:
             weights[f"model.layers.{layer}.{name}.weight"] = rng.normal(size=size).astype(np.float32)
     config = config_of(
         kind, tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=8,
-        hidden_activation="gelu_pytorch_tanh", layer_types=["sliding_attention", "full_attention", "sliding_attention"], **GEMMA[kind],
+        hidden_activation="gelu_pytorch_tanh", layer_types=KINDS_OF_LAYERS, **GEMMA[kind],
     )  # fmt: skip
     source = saved(tmp_path / "hf", weights, config)
     reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, pp=3, arguments=DIVISOR, durable=False)

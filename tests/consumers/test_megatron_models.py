@@ -207,7 +207,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
 def test_a_running_model_takes_experts_in_one_tensor(name: str, tmp_path: Path) -> None:
-    """Names with ``_fused`` are those of transformers 5 while a model runs: it takes them strictly, logits are equal."""
+    """Names with ``_fused`` are those of transformers 5 while a model runs: logits are equal."""
     kind, config, family, _ = MODELS[name]
     run(MAKE, kind, json.dumps(config), tmp_path / "hf")
     run(LOGITS, tmp_path / "hf", tmp_path / "before.npy")

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.reshard import reshard
@@ -182,22 +186,39 @@ def model_of(shapes: Mapping[str, torch.Size]) -> torch.nn.Module:
     return root
 
 
-def resumed(folder: Path, expected: Mapping[str, Any], *, flat: bool = False) -> dict[str, Any]:
-    """What a job of torch has after ``dcp.load`` and ``set_state_dict``, in the form of ``torch_state``."""
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A job of one rank."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def resumed(folder: Path, expected: Mapping[str, Any], mesh: DeviceMesh, *, flat: bool = False) -> dict[str, Any]:
+    """What a job of FSDP has after ``dcp.load`` and ``set_state_dict``, in the form of ``torch_state``."""
     model = model_of({name: tensor.shape for name, tensor in expected["model"].items()})
+    fully_shard(model, mesh=mesh)
     of_decay = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
     optimizer = torch.optim.AdamW([{"params": params, "weight_decay": 9.0} for params in of_decay], lr=7.0)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     state = {"model": model_state, "optim": optimizer_state}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options
     )  # fmt: skip
     weights, found = get_state_dict(model, optimizer)
-    return {"model": weights, "optim": found}
+    return {"model": whole(weights), "optim": whole(found)}
+
+
+def whole(value: Any) -> Any:
+    """The same with tensors that are sharded put together."""
+    if isinstance(value, dict):
+        return {key: whole(part) for key, part in value.items()}
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_equal_states(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -212,23 +233,23 @@ def assert_equal_states(found: Mapping[str, Any], expected: Mapping[str, Any]) -
 
 
 @pytest.mark.parametrize("name", ["td_full_t2p2d2", "td_dpr_t2p2d2", "legacy_t2p2", "td_nodist_t2"])
-def test_a_job_of_torch_goes_on_with_a_run_of_megatron(name: str, tmp_path: Path) -> None:
+def test_a_job_of_torch_goes_on_with_a_run_of_megatron(name: str, job: DeviceMesh, tmp_path: Path) -> None:
     """Masters as weights, moments, step, groups with and without decay, whatever form Megatron had them in."""
     options: dict[str, Any] = {"names": "hf", "family": "llama", "true_vocab": 100, "dp": 2, "durable": False}
     reshard(CHECKPOINTS / name / "ckpt", tmp_path / "out", **options)
     expected = torch_state(DENSE(), weights=torch.float32)
     for group in expected["optim"]["param_groups"]:
         group["lr"] = 0.00012580800065610593  # where the schedule of the run was
-    found = resumed(tmp_path / "out", expected)
+    found = resumed(tmp_path / "out", expected, job)
     assert_equal_states(found, expected)
 
 
-def test_a_job_that_names_each_hyperparameter_goes_on_too(tmp_path: Path) -> None:
+def test_a_job_that_names_each_hyperparameter_goes_on_too(job: DeviceMesh, tmp_path: Path) -> None:
     """Torchtitan's form, ``flatten_optimizer_state_dict``."""
     options: dict[str, Any] = {"names": "hf", "family": "llama", "true_vocab": 100, "durable": False}
     reshard(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "out", optim_style="fqn-flat", **options)
     expected = torch_state(DENSE(), weights=torch.float32)
-    found = resumed(tmp_path / "out", expected, flat=True)
+    found = resumed(tmp_path / "out", expected, job, flat=True)
     for group in expected["optim"]["param_groups"]:
         group["lr"] = 0.00012580800065610593
     assert_equal_states(found, expected)
