@@ -243,11 +243,12 @@ NEOX_RULES = {
 def test_r71_pipeline_files_of_gpt_neox(ckpt: Ckpt, tmp_path: Path) -> None:
     """R71: ``layer_XX-model_YY-model_states.pt`` is known; parts are joined by a file that says how, not guessed."""
     rng = np.random.default_rng(0)
-    block = {
+    block: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (4,), "attention.query_key_value.weight": (12, 4), "attention.dense.weight": (4, 4),
         "attention.dense.bias": (4,),
     }  # fmt: skip
-    layers = {0: {"word_embeddings.weight": (8, 4)}, 2: block, 3: block, 5: {"final_linear.weight": (8, 4)}}
+    layers: dict[int, dict[str, tuple[int, ...]]] = {
+        0: {"word_embeddings.weight": (8, 4)}, 2: block, 3: block, 5: {"final_linear.weight": (8, 4)}}
     whole = {
         f"{number}.{name}": rng.normal(size=shape).astype(np.float32)
         for number, shapes in layers.items() for name, shape in shapes.items()
