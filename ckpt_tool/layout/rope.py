@@ -8,12 +8,13 @@ Which keys are which arguments is data, ``configs.toml``: the first ``[[rope]]``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isclose, log
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.rules import check_keys
+from ckpt_tool.records import dataclass
 
 __all__ = ["RopeKind", "rope_arguments", "rope_config", "rope_kinds"]
 

@@ -248,7 +248,11 @@ def test_r71_pipeline_files_of_gpt_neox(ckpt: Ckpt, tmp_path: Path) -> None:
         "attention.dense.bias": (4,),
     }  # fmt: skip
     layers: dict[int, dict[str, tuple[int, ...]]] = {
-        0: {"word_embeddings.weight": (8, 4)}, 2: block, 3: block, 5: {"final_linear.weight": (8, 4)}}
+        0: {"word_embeddings.weight": (8, 4)},
+        2: block,
+        3: block,
+        5: {"final_linear.weight": (8, 4)},
+    }
     whole = {
         f"{number}.{name}": rng.normal(size=shape).astype(np.float32)
         for number, shapes in layers.items() for name, shape in shapes.items()
