@@ -11,7 +11,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -35,6 +35,9 @@ from ckpt_tool.geometry.box import Box
 from tests.formats.conformance import FIXTURES, Case, ReaderTests, truth_of
 from tests.formats.zoo import extracted
 
+if TYPE_CHECKING:
+    from ckpt_tool.formats.base import Reader
+
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 REAL = extracted(FIXTURES / "vescale/checkpoints.tar.xz")
@@ -50,7 +53,7 @@ def our_name(name: str) -> str:
 class TestVeScale(ReaderTests):
     """Weights, fp32 masters, moments and steps, of its own release; also where ranks shared one parameter's state."""
 
-    reader = VESCALE
+    reader = cast("Reader", VESCALE)
     reader_import = "ckpt_tool.formats.bundle:VESCALE"
     cases = tuple(Case(name, REAL / name / "ckpt", truth_of(REAL / name, our_name)) for name in ("dp2_tp2", "dp3"))
 
