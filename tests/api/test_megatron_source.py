@@ -217,40 +217,6 @@ def test_to_megatron_and_back(name: str, tmp_path: Path) -> None:
     assert all(found[fqn].tobytes() == weight.tobytes() for fqn, weight in weights.items())
 
 
-KINDS_OF_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA: dict[str, dict[str, Any]] = {
-    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"rope_local_base_freq": 10000.0},
-}
-
-
-@pytest.mark.parametrize("kind", GEMMA)
-def test_norms_behind_attention_and_mlp(kind: str, tmp_path: Path) -> None:
-    """Gemma 2 and 3: four norms a layer are where Megatron-Bridge has them; names alone tell them on the way back."""
-    rng = np.random.default_rng(9)
-    weights = model(tied=True)
-    for layer in range(LAYERS):
-        norms = {f"{name}_feedforward_layernorm": HIDDEN for name in ("pre", "post")}
-        norms |= {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM} if kind == "gemma3_text" else {}
-        for name, size in norms.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = rng.normal(size=size).astype(np.float32)
-    config = config_of(
-        kind, tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=8,
-        hidden_activation="gelu_pytorch_tanh", layer_types=KINDS_OF_LAYERS, **GEMMA[kind],
-    )  # fmt: skip
-    source = saved(tmp_path / "hf", weights, config)
-    reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, pp=3, arguments=DIVISOR, durable=False)
-    found = read(tmp_path / "mg")
-    post = found["model.decoder.layers.self_attention.linear_proj.post_layernorm.weight"]
-    for layer in range(LAYERS):
-        assert post[layer].tobytes() == weights[f"model.layers.{layer}.post_attention_layernorm.weight"].tobytes()
-    export(tmp_path / "mg", tmp_path / "back", durable=False)
-    back = load_file(tmp_path / "back/model.safetensors")
-    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
-    written = json.loads((tmp_path / "back/config.json").read_text())
-    assert {key: written.get(key) for key in config} == config
-
-
 def test_fused_weights_are_megatrons(tmp_path: Path) -> None:
     """Queries, key and value by KV group; gate over up; layers and experts stacked; zeros behind the vocabulary."""
     weights = model(experts="mixtral")
@@ -357,55 +323,3 @@ def test_arguments_are_json_or_text() -> None:
     assert parse_arguments(["a=1", "b=x", "c=[1]", "d=null"]) == {"a": 1, "b": "x", "c": [1], "d": None}
     with pytest.raises(UsageError, match="NAME=VALUE"):
         parse_arguments(["a"])
-
-
-def fused(weights: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """The same as transformers 5 has it while it runs: experts of a layer in one tensor, gates in front of ups."""
-    found: dict[str, npt.NDArray[Any]] = {}
-    experts: dict[str, dict[int, dict[str, npt.NDArray[Any]]]] = {}
-    for name, array in weights.items():
-        stem, is_expert, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
-        if not is_expert:
-            found[stem] = array
-            continue
-        number, part, *_ = rest.split(".")
-        experts.setdefault(stem, {}).setdefault(int(number), {})[part.removesuffix("_proj")] = array
-    for stem, of_layer in experts.items():
-        parts = [of_layer[number] for number in sorted(of_layer)]
-        gate, up, down = ("w1", "w3", "w2") if "w1" in parts[0] else ("gate", "up", "down")
-        found[f"{stem}.experts.gate_up_proj"] = np.stack([np.concatenate([own[gate], own[up]]) for own in parts])
-        found[f"{stem}.experts.down_proj"] = np.stack([own[down] for own in parts])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("family", "weights", "config"),
-    [
-        (
-            "mixtral",
-            model(experts="mixtral"),
-            config_of("mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2),
-        ),
-        (
-            "qwen_moe",
-            model(experts="qwen"),
-            config_of("qwen3_moe", num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=WIDTH),
-        ),
-        ("deepseek", latent_model(), config_of("deepseek_v3", **LATENT)),
-    ],
-    ids=["mixtral", "qwen_moe", "deepseek"],
-)
-def test_experts_of_a_layer_in_one_tensor(family: str, weights: Arrays, config: dict[str, Any], tmp_path: Path) -> None:
-    """Names of transformers 5 in a running job, there and back: Megatron gets what it gets of single experts."""
-    apart = saved(tmp_path / "apart", weights, config)
-    joined = saved(tmp_path / "joined", fused(weights), config)
-    options: dict[str, Any] = {"to": "megatron-dist", "tp": 2, "arguments": DIVISOR, "durable": False}
-    reshard(apart, tmp_path / "one", **options)
-    reshard(joined, tmp_path / "two", **options)
-    expected, found = read(tmp_path / "one"), read(tmp_path / "two")
-    assert {fqn: a.tobytes() for fqn, a in found.items()} == {fqn: a.tobytes() for fqn, a in expected.items()}
-    export(tmp_path / "two", tmp_path / "back", family=f"{family}_fused", durable=False)
-    back = load_file(tmp_path / "back/model.safetensors")
-    assert {fqn: (a.shape, a.tobytes()) for fqn, a in back.items()} == {
-        fqn: (a.shape, a.tobytes()) for fqn, a in fused(weights).items()
-    }
