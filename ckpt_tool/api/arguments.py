@@ -1,4 +1,4 @@
-"""Arguments of a training run as a user types them."""
+"""Arguments of a training run, and facts about a model, as a user types them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["parse_arguments"]
+__all__ = ["parse_arguments", "parse_facts"]
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
@@ -30,3 +30,21 @@ def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     return found
+
+
+def parse_facts(texts: Iterable[str]) -> dict[str, int]:
+    """Facts as they are typed.
+
+    >>> parse_facts(["heads=32", "kv_heads=8"])
+    {'heads': 32, 'kv_heads': 8}
+
+    Raises:
+        UsageError: one is not ``NAME=N``.
+    """
+    facts: dict[str, int] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not (name.isidentifier() and number.isdecimal()):
+            raise UsageError(f"a fact is NAME=N, got {text!r}", hint="for example --fact heads=32")
+        facts[name] = int(number)
+    return facts

@@ -102,8 +102,8 @@ def export(
     With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
     with --dry-run too: the plan's bytes, requests, memory, casts, dropped, notes.
     """
+    from ckpt_tool.api.arguments import parse_facts
     from ckpt_tool.api.convert.export import prepare_export
-    from ckpt_tool.api.convert.hf_names import parse_facts
     from ckpt_tool.cli.conversion import run_conversion
     from ckpt_tool.cli.sharing import prepared
 

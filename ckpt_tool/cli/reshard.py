@@ -117,8 +117,7 @@ def reshard(
     With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
     with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
     """
-    from ckpt_tool.api.arguments import parse_arguments
-    from ckpt_tool.api.convert.hf_names import parse_facts
+    from ckpt_tool.api.arguments import parse_arguments, parse_facts
     from ckpt_tool.api.convert.reshard import prepare_reshard
     from ckpt_tool.cli.conversion import run_conversion
     from ckpt_tool.cli.sharing import prepared

@@ -7,7 +7,7 @@ from the user; each is reported with where it is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 
-__all__ = ["HfNames", "NamesOptions", "names_options", "parse_facts", "with_hf_names"]
+__all__ = ["HfNames", "NamesOptions", "names_options", "with_hf_names"]
 
 # Fact: its name among Megatron's arguments, and in a Hugging Face config.
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight")
@@ -84,24 +84,6 @@ def names_options(
             return NamesOptions(family, (path, file.read()), facts, true_vocab)
     except OSError as error:
         raise UsageError(f"the rules file cannot be read: {error.strerror}", where=path) from error
-
-
-def parse_facts(texts: Iterable[str]) -> dict[str, int]:
-    """Facts as they are typed.
-
-    >>> parse_facts(["heads=32", "kv_heads=8"])
-    {'heads': 32, 'kv_heads': 8}
-
-    Raises:
-        UsageError: one is not ``NAME=N``.
-    """
-    facts: dict[str, int] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        if not (name.isidentifier() and number.isdecimal()):
-            raise UsageError(f"a fact is NAME=N, got {text!r}", hint="for example --fact heads=32")
-        facts[name] = int(number)
-    return facts
 
 
 def with_hf_names(
