@@ -7,6 +7,7 @@ the parts of the spans that lie in it. Knows no tensor.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Protocol
@@ -108,15 +109,16 @@ def _cut_file(file: int, start: Int64Array, stop: Int64Array, block_bytes: int, 
     heads = np.flatnonzero(np.concatenate([[True], start[1:] > reach[:-1] + max_gap_bytes]))
     tails = np.concatenate([heads[1:], [len(start)]]) - 1
     bounds: list[tuple[int, int, int]] = []
+    starts, stops = start.tolist(), stop.tolist()
     for low, high in zip(start[heads].tolist(), reach[tails].tolist(), strict=True):
         at = low
         while high - at > block_bytes:
             cut = at + block_bytes
-            row = int(np.searchsorted(start, cut, side="right")) - 1
-            begin = int(start[row])
+            row = bisect_right(starts, cut) - 1
+            begin = starts[row]
             if begin >= at + block_bytes // 4 + _ALIGNMENT:  # elements of one span alone lie as they like it
                 cut = begin
-            elif begin < cut < int(stop[row]):
+            elif begin < cut < stops[row]:
                 cut = max(begin + (cut - begin) // _ALIGNMENT * _ALIGNMENT, at + _ALIGNMENT)
             bounds.append((file, at, cut))
             at = cut
