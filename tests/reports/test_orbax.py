@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,26 @@ from tests.reports.made import as_bytes
 STEP = CHECKPOINTS / "orbax_files/ckpt/3"
 
 
-def test_r107_no_devices_are_needed(tmp_path: Path, ckpt: Ckpt) -> None:
-    """R107: a sharding over 64 devices is only told; any machine reads metadata and arrays."""
-    step = shutil.copytree(CHECKPOINTS / "orbax_zarr2/ckpt/3", tmp_path / "3")
+@pytest.mark.parametrize("name", ["orbax_zarr2", "orbax_zarr3", "orbax_files"])
+def test_r107_no_devices_are_needed(name: str, tmp_path: Path, ckpt: Ckpt) -> None:
+    """R107: a sharding over 64 devices is only told; any machine reads metadata and arrays, and converts them."""
+    step = shutil.copytree(CHECKPOINTS / name / "ckpt/3", tmp_path / "3")
     said = json.loads((step / "_sharding").read_text())
-    for name, text in said.items():
+    for key, text in said.items():
         one = json.loads(text)
         one["shape"] = [1, 64]
         one["device_mesh"] = {"mesh": [[{"id": i} for i in range(64)]]}
-        said[name] = json.dumps(one)
+        said[key] = json.dumps(one)
     (step / "_sharding").write_text(json.dumps(said))
     ran = ckpt("inspect", step)
     assert ran.status == 0
     assert "mesh dp=1 tp=64" in ran.text
-    assert as_bytes(step) == as_bytes(CHECKPOINTS / "orbax_zarr2/ckpt/3")
+    truth = as_bytes(CHECKPOINTS / name / "ckpt/3")
+    assert as_bytes(step) == truth
+    for to in ("dcp", "orbax"):
+        assert ckpt("export", step, tmp_path / to, "--to", to, "--all", "--names", "source").status == 0
+        assert as_bytes(tmp_path / to) == truth
+    assert "jax" not in sys.modules
 
 
 def test_r109_very_many_files(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,12 @@ def test_r88_views_of_one_storage(ckpt: Ckpt, tmp_path: Path) -> None:
     assert {fqn: value.tolist() for fqn, value in found.items()} == {
         fqn: value.tolist() for fqn, value in state.items()
     }
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "once.safetensors", "--tied", "drop")
+    assert "1 left out, shares its bytes with a: b" in done.text
+    once = load_file(tmp_path / "once.safetensors")
+    assert {fqn: value.tolist() for fqn, value in once.items()} == {
+        fqn: value.tolist() for fqn, value in state.items() if fqn != "b"
+    }
 
 
 def test_r89_two_names_of_one_range(ckpt: Ckpt, tmp_path: Path) -> None:
@@ -269,7 +275,8 @@ def test_r97_files_larger_than_memory(tmp_path: Path) -> None:
     "place",
     [
         "torch/dcp_fsdp2_4r_fp32/ckpt", "torch/hf_sharded/ckpt", "torch/hf_pytorch_bin/ckpt", "torch/verl_2d/ckpt",
-        "torch/hf_dcp_sharded/ckpt", "deepspeed/accelerate_fsdp2/ckpt",
+        "torch/hf_dcp_sharded/ckpt", "deepspeed/accelerate_fsdp2/ckpt", "deepspeed/ds_z3_bf16/ckpt",
+        "bytecheckpoint/hsdp_4r/ckpt", "torch_checkpointing/fsdp2_tp_2x2/ckpt",
     ],
 )  # fmt: skip
 def test_r98_no_payload_is_read(ckpt: Ckpt, tmp_path: Path, place: str) -> None:
