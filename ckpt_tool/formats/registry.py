@@ -67,6 +67,7 @@ _WRITERS = {
     "torch-checkpointing": ("ckpt_tool.formats.torch_checkpointing.writer", "WRITER"),
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
+    "lightning": ("ckpt_tool.formats.torch_save.lightning", "WRITER"),
     "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),
     "npz": ("ckpt_tool.formats.npz.writer", "WRITER"),
     "orbax": ("ckpt_tool.formats.orbax.writer", "WRITER"),

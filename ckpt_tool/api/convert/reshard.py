@@ -44,7 +44,7 @@ from ckpt_tool.plan.assign import choose_replicas
 __all__ = ["prepare_reshard", "reshard"]
 
 _DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
-_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz"})
+_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning"})
 _WEIGHTS_ALONE = frozenset({"consolidated"})
 
 

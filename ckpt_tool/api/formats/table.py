@@ -240,6 +240,17 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
             ),
         ),
     ),
+    "lightning": (
+        "Lightning's .ckpt, read as torch-save: weights under state_dict",
+        (
+            Proof(
+                "writes for",
+                "pytorch-lightning 2.6.6",
+                "load_from_checkpoint, Trainer.test",
+                "tests/consumers/test_lightning.py",
+            ),
+        ),
+    ),
     "vescale": (
         "veScale: a DCP folder for the model, and one per pipeline stage (by its sources) for its optimizer",
         read(
