@@ -13,6 +13,7 @@ from ckpt_tool.checks.content import scan_content
 from ckpt_tool.checks.extents import Extents, extent_findings, length_findings, measure
 from ckpt_tool.checks.headers import finding_of, is_resolved, resolve_all, restricted
 from ckpt_tool.checks.moments import families_of, family_members, zero_findings
+from ckpt_tool.checks.ranks import disagreeing_ranks
 from ckpt_tool.checks.replicas import replica_findings
 from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.checks.steps import mixed_steps
@@ -60,6 +61,7 @@ def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: E
         findings += sharing_findings(known, measure(known, source.listing).has_chunk)
     is_usable = after.has_chunk & is_resolved(resolved)
     findings += mixed_steps(resolved, is_usable, reader=reader, source=source, store=store)
+    findings += disagreeing_ranks(resolved, reader, source)
     readable = restricted(there, is_resolved(resolved), np.ones(len(there.blobs), dtype=np.bool_))
     return Payload(resolved, tuple(findings), stored=readable)
 

@@ -14,7 +14,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 
-__all__ = ["read_companions", "tied_findings", "tied_note"]
+__all__ = ["config_findings", "read_companions", "tied_note"]
 
 _MAX_NBYTES = 16 << 20
 _COMPARED_NBYTES = 64 << 10
@@ -130,7 +130,37 @@ def tied_note(info: Mapping[str, Any], names: Mapping[str, int]) -> list[str]:
     return [f"the output head is tied to {embedding!r} (config.json: tie_word_embeddings) and is stored once"]
 
 
-def tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
+def config_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
+    """What ``config.json`` says of the weights and is not so: their type, and tied weights. Two requests at most."""
+    yield from _dtype_findings(manifest)
+    yield from _tied_findings(source, manifest)
+
+
+def _dtype_findings(manifest: Manifest) -> Iterator[Finding]:
+    """Another floating type than most of the weights have; nothing for quantized models, whose types are mixed."""
+    stated = manifest.info.get("torch_dtype")
+    config = manifest.info.get("config") or {}
+    if not isinstance(stated, str) or "quantization_config" in config or "adapter" in manifest.info:
+        return
+    nbytes: dict[str, int] = {}
+    count: dict[str, int] = {}
+    for dtype, elements in zip(manifest.tensors.dtypes, manifest.tensors.numel.tolist(), strict=True):
+        if dtype.kind == "float":
+            nbytes[dtype.name] = nbytes.get(dtype.name, 0) + elements * dtype.bits // 8
+            count[dtype.name] = count.get(dtype.name, 0) + 1
+    stated = stated.removeprefix("torch.")
+    most = max(nbytes, key=lambda name: nbytes[name], default=stated)
+    if most == stated or not nbytes[most]:
+        return
+    share = nbytes[most] / sum(nbytes.values())
+    said = (
+        f"config.json says {stated}, but {share:.0%} of the weights' bytes are {most} ({count[most]:,} tensors): what "
+        "trusts it casts them when it loads"
+    )
+    yield Finding("config-dtype", Severity.WARNING, said)
+
+
+def _tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """Both ends of a tied pair stored: wrong when they differ. Two requests, of at most 64 KiB of payload each."""
     if manifest.info.get("tie_word_embeddings") is not True:
         return

@@ -21,7 +21,7 @@ from ckpt_tool.formats._safetensors.stored import (
     whole_box,
 )
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
+from ckpt_tool.formats.safetensors.companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -101,7 +101,7 @@ class SafetensorsIndexReader(ResolvedReader):
         """
         found = _contents(source)
         yield from _findings(found, source.listing)
-        yield from tied_findings(source, manifest)
+        yield from config_findings(source, manifest)
         yield from _scalar_findings(source, manifest)
 
 

@@ -15,7 +15,7 @@ from ckpt_tool.formats._safetensors.stored import (
     whole_box,
 )
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import read_companions, tied_findings, tied_note
+from ckpt_tool.formats.safetensors.companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, NUMBERED, RANK_FILE, SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
@@ -67,7 +67,7 @@ class SafetensorsReader(ResolvedReader):
         """Names that share bytes, a header too long for the reference reader, tied weights stored twice."""
         paths = manifest.files.paths
         yield from header_findings(paths, read_headers(source, paths))
-        yield from tied_findings(source, manifest)
+        yield from config_findings(source, manifest)
 
     def _path(self, source: Source) -> str:
         if source.listing.entry is not None:
