@@ -33,13 +33,16 @@ _MIN_UNIT_BYTES = 1 << 16
 _MIN_UNITS = 16  # so that several processes have something to share
 
 
-def plan_limits(memory_budget_bytes: int, n_workers: int, payload_nbytes: int = 0) -> PlanLimits:
+def plan_limits(
+    memory_budget_bytes: int, n_workers: int, payload_nbytes: int = 0, *, tile_bytes: int = _TILE_BYTES
+) -> PlanLimits:
     """Buffer sizes that keep ``n_workers`` workers within the budget.
 
-    A worker holds a tile, a packed copy of it and a cast of it; a strided span besides when a tensor is stored oddly.
+    Tiles are of ``tile_bytes``, where that does not make too many of them. A worker holds a tile, a packed copy of it
+    and a cast of it; a strided span besides when a tensor is stored oddly.
     """
     per_worker = memory_budget_bytes // max(n_workers, 1)
-    tile_bytes = max(_TILE_BYTES, payload_nbytes // _MAX_TILES)
+    tile_bytes = max(tile_bytes, payload_nbytes // _MAX_TILES)
     unit_bytes = max(_UNIT_BYTES, tile_bytes)
     if payload_nbytes:
         unit_bytes = max(min(unit_bytes, payload_nbytes // _MIN_UNITS), _MIN_UNIT_BYTES)

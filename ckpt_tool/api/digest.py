@@ -24,6 +24,8 @@ from ckpt_tool.storage.summing import SummingStore, file_sha256
 
 __all__ = ["DigestTable", "FileSum", "Taken", "digest_table", "digests", "take_digests"]
 
+_TILE_BYTES = 4 << 20  # longer than a conversion's: there is no packed copy, and threads meet less often
+
 FileSum = str
 """Which sum of whole files is taken: ``none``, ``crc32`` (on the way) or ``sha256`` (reads each file once more)."""
 
@@ -117,7 +119,8 @@ def take_digests(
     summing = SummingStore(base)
     is_summed = files == "crc32"
     opened = open_files(summing if is_summed else base, manifest.files, memory_budget_bytes // 4)
-    limits = plan_limits(memory_budget_bytes // 2, n_threads, int(manifest.tensors.nbytes[left].sum()))
+    nbytes = int(manifest.tensors.nbytes[left].sum())
+    limits = plan_limits(memory_budget_bytes // 2, n_threads, nbytes, tile_bytes=_TILE_BYTES)
     found = digest_tensors(
         manifest, left, opened, limits=limits, wide=wide, n_workers=n_threads,
         recent_crc32=summing.recent_crc32 if is_summed else None,
