@@ -15,7 +15,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming_match import Matched
 from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
-from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, pieces_of, size_of, stated
+from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, check_counted, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
 
@@ -114,6 +114,7 @@ class _Applied:
         if len(counted) > len(shape):
             raise LayoutError(f"shape {list(shape)} does not count {' and '.join(counted)}", where=fqn)
         lead, inner = shape[: len(counted)], shape[len(counted) :]
+        check_counted(rule.counts, inner, self._facts, fqn)
         pieces = list(self._pieces(matched, inner))
         volume = 0
         for index in product(*(range(size) for size in lead)):

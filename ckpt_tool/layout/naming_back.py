@@ -16,7 +16,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.layout.naming import Renaming, natural
 from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
-from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, pieces_of, size_of, stated
+from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, check_counted, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
 
@@ -251,6 +251,7 @@ def _joined(
     for place in product(*map(range, lead)):
         _check_parts(name, place, by_place.get(place, {}), parts, first, shapes)
     shape = shapes[first[parts[0].name]]
+    check_counted(rule.counts, shape, facts, first[parts[0].name])
     if not shape:
         targets = [Part(own[""], Box((), ()), place, (-1,) * len(lead)) for place, own in by_place.items()]
         return View(name, lead, tuple(targets))

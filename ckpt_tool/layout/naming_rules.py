@@ -27,6 +27,7 @@ The first dimension behind those can be taken apart:
 - ``unit``: a name for the size of weight 1; it is the same in all tensors, and as the fact of that name says, if any.
 - ``halves``: in each group rows 0, 2, 4 ... come first, then 1, 3, 5 ... (rotary pairs become rotary halves).
 - ``rows``: a fact; rows from there on are padding and left out. Without the fact all are kept.
+- ``counts``: a fact that it must be as long as, if the fact is known.
 - ``witness``: another tensor of the same layer that proves the sizes: ``tensor`` is a pair of pattern and replacement
   that makes its name of this one's, ``dim`` its dimension, which ``part`` must be as long as.
 
@@ -65,7 +66,7 @@ else:
 
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
-_RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "witness", "back", "beside"}
+_RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "counts", "witness", "back", "beside"}
 _NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts", "of", "only_asked", "allow"}
 _COUNTED = ("layer", "expert")
 _SIZE = re.compile(r"(?:[a-z_]+|[1-9][0-9]*)(?:[*/](?:[a-z_]+|[1-9][0-9]*))*")
@@ -102,6 +103,7 @@ class NamingRule:
     unit: str = ""
     halves: bool = False
     rows: str = ""
+    counts: str = ""
     witness: Witness | None = None
     back: tuple[tuple[str, str], ...] = ()
     """The name of what it matches, by variant; the first is of all that are not named."""
@@ -233,6 +235,7 @@ def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
         unit=str(table.get("unit", "")),
         halves=bool(table.get("halves", False)),
         rows=str(table.get("rows", "")),
+        counts=str(table.get("counts", "")),
         witness=_witness(table["witness"], parts, where) if "witness" in table else None,
         back=_back(table.get("back", {}), where),
         beside=str(table.get("beside", "")),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.records import dataclass
 
-__all__ = ["FACT_HINT", "Fact", "Piece", "pieces_of", "size_of", "stated"]
+__all__ = ["FACT_HINT", "Fact", "Piece", "check_counted", "pieces_of", "size_of", "stated"]
 
 FACT_HINT = "if a fact is wrong, give the right one with --fact NAME=N"
 
@@ -74,3 +74,10 @@ def size_of(text: str, facts: Mapping[str, Fact], fqn: str) -> int:
 def stated(names: Iterable[str], facts: Mapping[str, Fact]) -> str:
     """Facts with their values and where these are written."""
     return ", ".join(f"{name} = {facts[name].value:,} ({facts[name].evidence})" for name in sorted(names))
+
+
+def check_counted(name: str, shape: Sequence[int], facts: Mapping[str, Fact], fqn: str) -> None:
+    """Raise LayoutError unless the first dimension is as long as the fact of this name says, if there is one."""
+    if name in facts and (not shape or shape[0] != facts[name].value):
+        found = f"{shape[0]:,}" if shape else "no"
+        raise LayoutError(f"has {found} {name}, {facts[name].evidence} says {facts[name].value:,}", where=fqn)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.errors import LayoutError
 from tests.api.test_megatron_source import (
     DIVISOR,
     EXPERTS,
@@ -114,3 +115,10 @@ def test_experts_of_a_layer_in_one_tensor(family: str, weights: Arrays, config: 
     assert {fqn: (a.shape, a.tobytes()) for fqn, a in back.items()} == {
         fqn: (a.shape, a.tobytes()) for fqn, a in fused(weights).items()
     }
+    lacking = {
+        name: array[:-1] if name.endswith("_proj") and array.ndim == 3 else array for name, array in back.items()
+    }
+    with pytest.raises(LayoutError, match=f"has {EXPERTS - 1} experts, .* says {EXPERTS}"):
+        reshard(saved(tmp_path / "lacking", lacking, config), tmp_path / "none", **options)
+    with pytest.raises(LayoutError, match=f"has {EXPERTS} experts, --fact experts=9 says 9"):
+        export(tmp_path / "two", tmp_path / "none", family=f"{family}_fused", facts={"experts": 9}, durable=False)

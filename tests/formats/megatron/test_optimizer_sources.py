@@ -33,6 +33,12 @@ from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, expert_shap
 DENSE = truth_from_seed(dense_shapes(4, 128))
 
 
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "norm_topk_prob": True,
+}  # fmt: skip
+
+
 def config_file(folder: Path, **more: Any) -> Path:
     """The model's ``config.json``."""
     path = folder / "config.json"
@@ -96,10 +102,7 @@ def test_zero_partitions_of_a_model_with_experts(tmp_path: Path) -> None:
     truth = truth_from_seed(expert_shapes(2, 128, 4))()
     source = save_dcp(torch_state(truth, weights=torch.float32), tmp_path / "fsdp")
     reshard(source, tmp_path / "zero", to="deepspeed", dp=3, zero_stage=1, dtype="bfloat16", durable=False)
-    config = config_file(
-        tmp_path, model_type="qwen3_moe", num_hidden_layers=2, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=48, norm_topk_prob=True,
-    )  # fmt: skip
+    config = config_file(tmp_path, **EXPERTS)
     options: dict[str, Any] = {"config": config, "arguments": RUN, "durable": False}
     result = reshard(tmp_path / "zero", tmp_path / "out", to="megatron-dist", dp=2, ep=2, **options)
     assert any("masters are those of the source" in note for note in result.notes)
@@ -244,6 +247,26 @@ def test_a_job_of_torch_goes_on_with_a_run_of_megatron(name: str, job: DeviceMes
     assert_equal_states(found, expected)
 
 
+def test_experts_and_their_moments_for_a_running_model(tmp_path: Path) -> None:
+    """As transformers 5 has them in a job: experts of a layer in one tensor, and so their moments."""
+    options: dict[str, Any] = {"names": "hf", "family": "qwen_moe_fused", "true_vocab": 100, "durable": False}
+    reshard(CHECKPOINTS / "moe_seq_e2/ckpt", tmp_path / "out", **options)
+    truth = truth_from_seed(expert_shapes(2, 104, 4))()
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        for layer in range(2):
+            name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+            names = {"param": f"model.{name}"} | {s: f"optim.state.{name}.{s}" for s in ("exp_avg", "exp_avg_sq")}
+            for slot, fqn in names.items():
+                one = truth[f"optimizer.state.{slot}.{key}"]
+                expected = np.frombuffer(one.data, np.float32).reshape(one.shape)[layer]
+                assert checkpoint[fqn].numpy().tolist() == expected.tolist()
+        blobs = {blob.fqn: blob.value for blob in checkpoint.load_blobs()}
+    assert blobs[f"optim.state.{name}.step"] == 10
+    assert blobs["optim.param_groups.1.weight_decay"] == 0
+    assert name in blobs["optim.param_groups.0.params"]
+
+
 def test_a_job_that_names_each_hyperparameter_goes_on_too(job: DeviceMesh, tmp_path: Path) -> None:
     """Torchtitan's form, ``flatten_optimizer_state_dict``."""
     options: dict[str, Any] = {"names": "hf", "family": "llama", "true_vocab": 100, "durable": False}
@@ -271,3 +294,16 @@ def test_megatron_resumes_a_run_of_fsdp(
     options: dict[str, Any] = {**mesh, "dtype": "bfloat16", "config": config_file(tmp_path), "arguments": RUN}
     reshard(source, tmp_path / "out", to=to, durable=False, **options)
     assert_loads(launcher, tmp_path / "out", mesh, run)
+
+
+@pytest.mark.peer
+def test_megatron_resumes_a_run_of_deepspeed(launcher: Path, tmp_path: Path) -> None:
+    """Experts of two expert-parallel ranks, out of the flat partitions of three ranks of ZeRO."""
+    truth = truth_from_seed(expert_shapes(2, 128, 4))()
+    source = save_dcp(torch_state(truth, weights=torch.float32), tmp_path / "fsdp")
+    reshard(source, tmp_path / "zero", to="deepspeed", dp=3, zero_stage=1, dtype="bfloat16", durable=False)
+    config = config_file(tmp_path, **EXPERTS)
+    options: dict[str, Any] = {"config": config, "arguments": RUN, "durable": False}
+    reshard(tmp_path / "zero", tmp_path / "out", to="megatron", dp=2, ep=2, **options)
+    run = "--moe seq --layers 2 --ep 2 --zero-rows-from 100 --extra=--no-load-rng"
+    assert_loads(launcher, tmp_path / "out", {"dp": 2}, run)
