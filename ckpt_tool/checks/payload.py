@@ -43,6 +43,8 @@ class Payload:
     """The resolved chunks as the reader gave them, which is what its ``checksums`` starts from."""
     checked_nbytes: int = 0
     covered_nbytes: int = 0
+    unproven_files: tuple[str, ...] = ()
+    """Files of which no byte has a recorded checksum, those that describe others among them."""
 
 
 def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: Extents, *, store: Store) -> Payload:
@@ -122,7 +124,14 @@ def check_content(
         headers.stored,
         checked_nbytes=scan.checked_nbytes + compared_nbytes,
         covered_nbytes=scan.covered_nbytes,
+        unproven_files=_unproven(source, manifest, checksums),
     )
+
+
+def _unproven(source: Source, manifest: Manifest, checksums: Sequence[Checksum]) -> tuple[str, ...]:
+    parts = {entry.path: entry.part.path for entry in manifest.files if entry.part is not None}
+    covered = {parts.get(checksum.where.path, checksum.where.path) for checksum in checksums}
+    return tuple(path for path in source.listing.paths if path not in covered and source.listing.nbytes(path))
 
 
 def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Finding]:

@@ -53,6 +53,8 @@ class VerifyReport:
     covered_nbytes: int
     """Bytes that a recorded checksum covers and that match it."""
     seconds: float
+    unproven_files: tuple[str, ...] = ()
+    """At ``full``: files of which no byte has a recorded checksum, those that describe others among them."""
 
     @property
     def is_ok(self) -> bool:
@@ -98,7 +100,8 @@ class VerifyReport:
         Schema ``ckpt-tool/verify/1``: ``schema url format level ok seconds``, ``counts {error warning info}``,
         ``totals {tensors chunks files checked_nbytes covered_nbytes}``, ``groups[] {kind severity count tensors
         files[] {path count}}`` and ``findings[] {kind severity message fqn file offset length}``, the last four null
-        where they do not apply. Later versions only add keys.
+        where they do not apply; ``unproven_files[]`` have no byte with a recorded checksum. Later versions only add
+        keys.
         """
         return {
             "schema": SCHEMA,
@@ -126,6 +129,7 @@ class VerifyReport:
                 for group in self.groups()
             ],
             "findings": [_finding_json(finding) for finding in self.findings],
+            "unproven_files": list(self.unproven_files),
         }
 
 

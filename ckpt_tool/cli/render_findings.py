@@ -17,6 +17,7 @@ __all__ = ["report_lines"]
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _LABELS = {"error": "error", "warning": "warning", "info": "note"}
 _FILES_SHOWN = 4
+_NAMES_SHOWN = 3
 
 
 def report_lines(report: VerifyReport, *, width: int, limit: int | None) -> list[Line]:
@@ -44,6 +45,10 @@ def _checked(report: VerifyReport) -> str:
     if report.checked_nbytes:
         parts.append(f"{format_bytes(report.checked_nbytes)} of tensors read")
         parts.append(f"{format_bytes(report.covered_nbytes)} proven by recorded checksums")
+    if report.unproven_files:
+        names = ", ".join(report.unproven_files[:_NAMES_SHOWN])
+        more = len(report.unproven_files) - _NAMES_SHOWN
+        parts.append(f"no checksum in {names}{f' and {more:,} more' if more > 0 else ''}")
     return ", ".join(parts)
 
 

@@ -106,7 +106,8 @@ def verify(
     takes names and places from another step where they are lost, says what speaks for them, and borrows no value.
 
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,
-    groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}].
+    groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}],
+    unproven_files [without any recorded checksum].
     With --plan-fetch: {"schema": 1, fetch [{file, offset, length}]}, length null for the rest, both for the whole file.
     With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown,
     borrowed.

@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.trust.verify import verify
+from ckpt_tool.cli.app import main
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Severity
@@ -68,3 +69,17 @@ def test_quick_reads_no_byte_beyond_the_metadata(path: str) -> None:
         store.clear()
         report = verify(checkpoint, level="quick")
         assert (store.calls, report.checked_nbytes, report.is_ok) == ((), 0, True)
+
+
+def test_files_without_a_checksum_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """What no checksum covers is said: metadata of DCP, all of safetensors; nothing of torch's zips."""
+    expected = {
+        "torch/dcp_no_flatten": (".metadata",),
+        "torch/dcp_no_collectives": tuple(f"__{rank}.metadata" for rank in range(4)),
+        "torch/hf_single": ("model.safetensors",),
+        "torch/verl_2d": (),
+    }
+    for name, files in expected.items():
+        assert verify(FIXTURES / name / "ckpt", level="full").unproven_files == files, name
+    assert main(["verify", "--full", str(FIXTURES / "torch/dcp_no_flatten/ckpt")]) == 0
+    assert "no checksum in .metadata" in " ".join(capsys.readouterr().out.split())

@@ -78,6 +78,7 @@ def test_json() -> None:
         "totals",
         "groups",
         "findings",
+        "unproven_files",
     ]
     assert found["totals"] == {"tensors": 3, "chunks": 4, "files": 2, "checked_nbytes": 100, "covered_nbytes": 90}
     assert found["ok"] is False

@@ -132,6 +132,7 @@ def _report(
     structure: list[Finding] = list(structure_findings(manifest, source.listing, extents))
     findings = structure
     checked_nbytes = covered_nbytes = 0
+    unproven: tuple[str, ...] = ()
     if level != "quick":
         store = checkpoint.store
         headers = check_headers(checkpoint.reader, source, manifest, extents, store=store)
@@ -148,6 +149,7 @@ def _report(
             )
             findings = [*structure, *content.findings, *headers.findings]  # of equal ones the first is kept
             checked_nbytes, covered_nbytes = content.checked_nbytes, content.covered_nbytes
+            unproven = content.unproven_files
     return VerifyReport(
         url=checkpoint.url,
         format=manifest.format,
@@ -159,6 +161,7 @@ def _report(
         checked_nbytes=checked_nbytes,
         covered_nbytes=covered_nbytes,
         seconds=time.perf_counter() - started,
+        unproven_files=unproven,
     )
 
 
