@@ -87,7 +87,7 @@ def names_options(
 
 
 def with_hf_names(
-    checkpoint: Checkpoint, manifest: Manifest, options: NamesOptions, *, is_whole: bool
+    checkpoint: Checkpoint, manifest: Manifest, options: NamesOptions, *, is_whole: bool, has_config: bool = True
 ) -> HfNames | None:
     """The model's tensors under Hugging Face's names; other tensors as they are. None when no naming fits.
 
@@ -96,6 +96,7 @@ def with_hf_names(
         manifest: the tensors to rename, resolved.
         options: what the user says.
         is_whole: no part of the model was left out on purpose, so that a missing layer is an error.
+        has_config: the target has a place for ``config.json``.
 
     Raises:
         LayoutError: see ``layout.naming``; a tensor without a name, a fact that is missing or contradicts a shape.
@@ -128,7 +129,7 @@ def with_hf_names(
     views = (*renaming.views, *renaming_views(manifest, [(fqn, fqn) for fqn in kept]))
     notes = [f"{len(fqns):,} tensors become {len(renaming.views):,}: {found.evidence}", *renaming.notes, *vocab_notes]
     notes += _output_layer_notes(checkpoint.manifest, {view.fqn for view in renaming.views}, is_whole=is_whole)
-    written = _config(checkpoint, found.naming, renaming.views, is_whole=is_whole)
+    written = _config(checkpoint, found.naming, renaming.views, is_whole=is_whole and has_config)
     notes += written.notes
     dropped = tuple(Dropped(fqn, why) for fqn, why in renaming.dropped)
     return HfNames(result, dropped, tuple(notes), views, written.values)

@@ -191,6 +191,7 @@ def _left_out(manifest: Manifest, blobs: Sequence[Blob], states: WeightStates) -
     model = SECTIONS.index("model")
     used = {fqn for own in states.tensors.values() for fqn in own.values()} | set(states.steps.values())
     why = "Megatron's Adam has no such state" if states.tensors else "no weight of the model; Megatron starts its own"
+    why = f"whose state it is, is not known: {states.unnamed}" if states.unnamed else why
     for row, fqn in enumerate(manifest.tensors.fqns):
         if manifest.tensors.section[row] != model and fqn not in used:
             yield Dropped(fqn, why)

@@ -54,7 +54,7 @@ def as_torch_training(
         UsageError: no naming fits the source's names.
         LayoutError: a weight has no state where others have, or which hyperparameters are whose is not known.
     """
-    named = with_hf_names(checkpoint, manifest, options, is_whole=is_whole)
+    named = with_hf_names(checkpoint, manifest, options, is_whole=is_whole, has_config=False)
     if named is None:
         raise UsageError(
             "no family's names are known for these tensors", where=checkpoint.url,

@@ -41,6 +41,8 @@ class WeightStates:
     """By fqn of the weight: fqn of the tensor or object that counts its steps."""
     groups: tuple[ParameterGroup, ...]
     """With names as optimizers have them."""
+    unnamed: str = ""
+    """Why the weights of some state are not known; empty where they are."""
 
     def of_adam(self) -> WeightStates:
         """The weights that have both moments of Adam, with these and their masters."""
@@ -80,7 +82,9 @@ def states_of(manifest: Manifest, blobs: Sequence[Blob]) -> WeightStates:
                 found[weight] = held
             if _STEP in own:
                 steps[weight] = own[_STEP]
-    return WeightStates(found, steps, tuple(group for view in views for group in view.named_groups()))
+    unnamed = [view.evidence[-1] for view in views if any(isinstance(key, int) for key in view.named())]
+    groups = tuple(group for view in views for group in view.named_groups())
+    return WeightStates(found, steps, groups, "; ".join(unnamed))
 
 
 def step_of(checkpoint: Checkpoint, manifest: Manifest, blobs: Sequence[Blob], states: WeightStates) -> int:

@@ -140,6 +140,19 @@ def test_what_no_optimizer_of_megatron_can_hold(tmp_path: Path) -> None:
     assert reasons["optim.state.model.norm.weight.momentum_buffer"].startswith("no weight of the model")
 
 
+def test_state_by_number_that_fits_no_weights(tmp_path: Path) -> None:
+    """Two layers of one shape, of which only one was trained: whose numbers they are is not known, and said."""
+    state = torch_state(DENSE(), weights=torch.float32)
+    names = [name for group in state["optim"]["param_groups"] for name in group["params"]]
+    own = {number: state["optim"]["state"][name] for number, name in enumerate(names[:-4])}
+    group = {**state["optim"]["param_groups"][0], "params": list(own)}
+    source = save_dcp({"model": state["model"], "optim": {"state": own, "param_groups": [group]}}, tmp_path / "ids")
+    options: dict[str, Any] = {"config": config_file(tmp_path), "arguments": RUN, "durable": False}
+    result = reshard(source, tmp_path / "out", to="megatron", **options)
+    reasons = {one.fqn: one.why for one in result.dropped}
+    assert "whose state it is, is not known: order and shape do not match" in reasons["optim.state.0.exp_avg"]
+
+
 TITAN = {
     "model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.norm": "norm",
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attention.wq",
