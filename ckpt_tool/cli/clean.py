@@ -14,7 +14,12 @@ from ckpt_tool.cli.render_ls import age
 from ckpt_tool.cli.text import Span, line
 from ckpt_tool.sizes import format_bytes
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder that the steps lie in.", show_default=False)]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Folder that the steps lie in: a path, or a URL of S3 or HDFS.", show_default=False
+    ),
+]
 Delete = Annotated[bool, typer.Option("--delete", help="Remove them; without it they are only listed.")]
 MinAge = Annotated[
     int, typer.Option("--min-age", metavar="MINUTES", min=0, help="Leave what was written to within so many minutes.")
