@@ -97,7 +97,8 @@ def test_saves_to_hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert loaded(f"{url}/step-2") == 2.0
         assert ckpt_tool.verify(f"{url}/step-1", level="full").findings == ()
         (left,) = ckpt_tool.clean(url).leftovers
-        assert (left.path, left.n_files) == ("step-3.00000009.partial", SIZE + 1)
+        assert left.path == "step-3.00000009.partial"
+        assert left.nbytes > SIZE * len("bytes")
         assert [step.path for step in ckpt_tool.ls(url).steps if not step.is_complete] == [left.path]
         ckpt_tool.clean(url, dry_run=False)
         assert [step.path for step in ckpt_tool.ls(url).steps] == ["step-1", "step-2"]
