@@ -34,6 +34,8 @@ _OF_TORCH: Mapping[str, Any] = {
 }  # fmt: skip
 """Hyperparameters that torch's AdamW asks for, with its defaults."""
 _NEEDED = ("lr", "betas", "eps", "weight_decay")
+_TIED = {"model.model.embed_tokens.weight": "lm_head.weight", "model.gpt_neox.embed_in.weight": "embed_out.weight"}
+"""The output layer's name in the module, by that of the embedding in the target."""
 _COMMON_STEP = "common_step"
 """Of Megatron without the distributed optimizer: one counter for all weights."""
 
@@ -89,6 +91,12 @@ def as_torch_training(
             f"{of_masters:,} weights are the optimizer's masters in float32, as a job of torch keeps them; --dtype "
             "bfloat16 rounds them to the weights that the source's model had"
         )
+    if is_whole:
+        tied = list(_tied(views, manifest))
+        views += tied
+        notes += [
+            f"{view.fqn} is the embedding once more: the two are tied, and a running model names both" for view in tied
+        ]
     result = apply_views(manifest, [*views, *moments])
     section = np.array(
         [model] * len(views) + [SECTIONS.index("optimizer")] * len(moments), result.tensors.section.dtype
@@ -117,6 +125,17 @@ def _of_masters(weights: Sequence[View], states: WeightStates) -> tuple[list[Vie
             )  # fmt: skip
         found.append(View(f"model.{view.fqn}", view.shape, parts, view.zeros, ("model", view.fqn)))
     return found, n_masters
+
+
+def _tied(views: Sequence[View], manifest: Manifest) -> Iterator[View]:
+    """The output layer of a run of Megatron that has none of its own."""
+    args = manifest.info.get("args")
+    if not isinstance(args, Mapping) or args.get("untie_embeddings_and_output_weights") is True:
+        return
+    by_name = {view.fqn: view for view in views}
+    for embedding, output in _TIED.items():
+        if embedding in by_name and f"model.{output}" not in by_name:
+            yield replace(by_name[embedding], fqn=f"model.{output}", path=("model", output))
 
 
 def _steps(manifest: Manifest, states: WeightStates) -> Mapping[str, str]:

@@ -260,6 +260,27 @@ def test_a_job_of_torch_goes_on_with_a_run_of_megatron(name: str, job: DeviceMes
     assert_equal_states(found, expected)
 
 
+@pytest.mark.parametrize("to", ["megatron-dist", "megatron-legacy"])
+def test_a_tied_output_layer(to: str, tmp_path: Path) -> None:
+    """A running model has its output layer under a second name, Megatron none, or a copy on the last stage."""
+    state = torch_state(DENSE(), weights=torch.float32)
+    del state["optim"]["state"]["lm_head.weight"]
+    for group in state["optim"]["param_groups"]:
+        group["params"] = [name for name in group["params"] if name != "lm_head.weight"]
+    state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"]
+    source = save_dcp(state, tmp_path / "fsdp")
+    config = config_file(tmp_path, tie_word_embeddings=True)
+    options: dict[str, Any] = {"config": config, "arguments": RUN, "pp": 2, "durable": False}
+    result = reshard(source, tmp_path / "mg", to=to, **options)
+    reasons = {one.fqn: one.why for one in result.dropped}
+    assert reasons["model.lm_head.weight"] == "the config says that it is tied to the embedding"
+    reshard(tmp_path / "mg", tmp_path / "back", names="hf", true_vocab=100, durable=False)
+    with open_checkpoint(tmp_path / "back") as checkpoint:
+        for name, tensor in state["model"].items():
+            assert checkpoint[f"model.{name}"].numpy().tobytes() == tensor.numpy().tobytes(), name
+        assert "optim.state.lm_head.weight.exp_avg" not in checkpoint
+
+
 def test_experts_and_their_moments_for_a_running_model(tmp_path: Path) -> None:
     """As transformers 5 has them in a job: experts of a layer in one tensor, and so their moments."""
     options: dict[str, Any] = {"names": "hf", "family": "qwen_moe_fused", "true_vocab": 100, "durable": False}
