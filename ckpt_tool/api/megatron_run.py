@@ -77,11 +77,9 @@ def _reshards(manifest: Manifest) -> str:
         return f"none before these files are there: {', '.join(map(str, missing[:3]))}"
     undecoded = info.get("optimizer_undecoded")
     if undecoded:
-        return f"weights to any TP, PP, VPP, EP and DP; the optimizer's state to none: {undecoded}"
+        return f"weights to any TP, PP, VPP, EP, ETP and DP; the optimizer's state to none: {undecoded}"
     args = info.get("args")
     if not isinstance(args, Mapping):
         return "tensors to any layout but Megatron's own, which need the run's args: none were saved"
     what = "weights" if info.get("optimizer_form") is None else "weights and optimizer"
-    if info.get("optimizer_form") == "not distributed":
-        return f"{what} to any TP, PP, VPP, EP and DP (--to megatron-dist); weights alone to megatron-legacy"
-    return f"{what} to any TP, PP, VPP, EP and DP (--to megatron-dist, megatron-legacy)"
+    return f"{what} to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"

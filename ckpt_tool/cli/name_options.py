@@ -18,6 +18,14 @@ class NamesAs(Choice):
     source = "source"
 
 
+class NamesOf(Choice):
+    """What tensors of a reshard are called in the target."""
+
+    hf = "hf"
+    megatron_fsdp = "megatron-fsdp"
+    source = "source"
+
+
 Family = Annotated[
     str,
     typer.Option(

@@ -182,6 +182,13 @@ Tp = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parall
 Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline stages.")]
 Dp = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks.")]
 Ep = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="Expert-parallel ranks, a divisor of --dp.")]
+Etp = Annotated[
+    int | None,
+    typer.Option(
+        "--etp", min=1, metavar="N", help="Megatron: tensor-parallel ranks of experts, where not --tp; --ep times it "
+        "divides --tp times --dp.", show_default=False,
+    ),
+]  # fmt: skip
 Vpp = Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="Model chunks (virtual stages) per stage.")]
 FirstStageLayers = Annotated[
     int | None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt_tool.cli.name_options import Facts, Family, NamesAs, NamingFile, TrueVocab
+from ckpt_tool.cli.name_options import Facts, Family, NamesOf, NamingFile, TrueVocab
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
     Arguments,
@@ -21,6 +21,7 @@ from ckpt_tool.cli.options import (
     Engine,
     EngineName,
     Ep,
+    Etp,
     Exclude,
     FirstStageLayers,
     Include,
@@ -66,6 +67,7 @@ def reshard(
     pp: Pp = 1,
     dp: Dp = 1,
     ep: Ep = 1,
+    etp: Etp = None,
     vpp: Vpp = 1,
     first_stage_layers: FirstStageLayers = None,
     last_stage_layers: LastStageLayers = None,
@@ -80,9 +82,12 @@ def reshard(
     unequal: UnequalAs = None,
     optim_style: OptimStyleName = None,
     names: Annotated[
-        NamesAs,
-        typer.Option(help="hf: names of a Hugging Face model, AdamW's state as torch has it; source: as they are."),
-    ] = NamesAs.source,
+        NamesOf,
+        typer.Option(
+            help="hf: names of a Hugging Face model, AdamW's state as torch has it; megatron-fsdp: those of Megatron's "
+            "fsdp_dtensor; source: as they are."
+        ),
+    ] = NamesOf.source,
     family: Family = "auto",
     naming: NamingFile = None,
     fact: Facts = None,
@@ -131,6 +136,7 @@ def reshard(
         "pp": pp,
         "dp": dp,
         "ep": ep,
+        "etp": etp,
         "vpp": vpp,
         "first_stage_layers": first_stage_layers,
         "last_stage_layers": last_stage_layers,

@@ -28,6 +28,8 @@ class WriterOptions:
     """Likewise: layers of the first stage, None for an even spread."""
     last_stage_layers: int | None = None
     """Likewise: of the last stage."""
+    expert_grid: tuple[int, int] | None = None
+    """Megatron: expert-parallel ranks, and tensor-parallel ones of experts, where these are no axes of the mesh."""
     mcore_version: str | None = None
     """Megatron: the version of megatron-core that is to load it, None for the newest known."""
     fresh_random_states: bool = False

@@ -64,6 +64,7 @@ def rename(
     _require({name for matched in matches for name in matched.rule.facts} - set(known), naming)
     parameters = {matched.parameter: matched.fqn for matched in matches}
     applied = _Applied(shapes, parameters, known)
+    applied.n_layers = known["layers"].value if "layers" in known else _n_layers(matches, shapes)
     for matched in matches:
         applied.add(matched)
     if is_whole:
@@ -81,6 +82,16 @@ def _require(missing: set[str], naming: Naming) -> None:
             f"{naming.name} needs {', '.join(named)}, which the checkpoint does not tell",
             hint=f"give {' '.join(f'--fact {name}=N' for name in named)}, or keep all names with --family none",
         )
+
+
+def _n_layers(matches: Sequence[Matched], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """How many layers there are, by names and by leading dimensions that count them."""
+    found = 0
+    for matched in matches:
+        if "layer" in matched.groups:
+            stated, shape = matched.groups["layer"], shapes[matched.fqn]
+            found = max(found, int(stated) + 1 if stated is not None else shape[0] if shape else 0)
+    return found
 
 
 def natural(fqn: str) -> tuple[tuple[int, int, str], ...]:
@@ -102,6 +113,7 @@ class _Applied:
         self._sources: dict[str, str] = {}
         self._units = {name: (fact.value, fact.evidence) for name, fact in facts.items()}
         self._layers: set[int] = set()
+        self.n_layers = 0
         self._experts: dict[tuple[NamingRule, int], set[int]] = {}
 
     def add(self, matched: Matched) -> None:
@@ -120,6 +132,8 @@ class _Applied:
         for index in product(*(range(size) for size in lead)):
             groups = {**matched.groups, **{name: str(at) for name, at in zip(counted, index, strict=True)}}
             self._count(rule, groups)
+            if rule.is_behind:
+                groups["layer"] = str(self.n_layers + int(groups["behind"] or 0))
             for name, piece_shape, boxes in pieces:
                 view = View(
                     rule.to.format_map({**groups, "part": name}),

@@ -84,8 +84,9 @@ def rename_back(
     uncovered: list[str] = []
     reverses = list(_reverses(naming, variant))
     parameters = {spelling.parameter for fqn in shapes for spelling in spellings(fqn, {})}
+    n_stated = known["layers"].value if "layers" in known else None
     for fqn in shapes:
-        found = next(_found(fqn, reverses, parameters), None)
+        found = next(_found(fqn, reverses, parameters, n_stated), None)
         if found is not None:
             uses[found[0], found[1].rule].append(found[2])
             continue
@@ -159,8 +160,14 @@ def _group_text(pattern: str, name: str) -> str:
     return pattern[start : at - 1]
 
 
-def _found(fqn: str, reverses: Sequence[_Reverse], names: set[str]) -> Iterator[tuple[str, _Reverse, _Use]]:
-    """Name of the target (without numbers), rule and use of a tensor, by the rules that lead to it."""
+def _found(
+    fqn: str, reverses: Sequence[_Reverse], names: set[str], n_layers: int | None
+) -> Iterator[tuple[str, _Reverse, _Use]]:
+    """Name of the target (without numbers), rule and use of a tensor, by the rules that lead to it.
+
+    ``n_layers`` is the number of layers, where it is known: those behind are of the rules for such layers.
+    """
+    has_behind = any(reverse.rule.is_behind for reverse in reverses)
     for spelling in spellings(fqn, {}):
         if spelling.slot is not None or spelling.adapter is not None:
             continue
@@ -174,6 +181,12 @@ def _found(fqn: str, reverses: Sequence[_Reverse], names: set[str]) -> Iterator[
                 continue
             layer, expert = (None if groups.get(name) is None else int(groups[name]) for name in _NUMBERED)
             kept = {"layer": "{layer}", "expert": "{expert}"}
+            if has_behind and layer is not None:
+                n_before = layer + 1 if n_layers is None else n_layers
+                if (layer >= n_before) != reverse.rule.is_behind:
+                    continue
+                if reverse.rule.is_behind:
+                    kept["behind"], layer = str(layer - n_before), None
             yield (
                 reverse.back.format_map({**groups, **kept}),
                 reverse,

@@ -9,6 +9,11 @@ Namings are data, read from TOML, so that a new model needs no code::
     absent = ["_layernorm\.bias$"]  # names of tensors that the family's models do not have
     base = "other"  # another naming, whose rules follow behind
 
+    [naming.behind]  # layers of another kind that the family numbers on behind the last of the others
+    match = "mtp\.layers\.(?P<behind>\d+)\.transformer_layer\."
+    back = "mtp.layers.{behind}.transformer_layer."
+    instead_of = "decoder.layers.{layer}."
+
     [facts]  # numbers that the rules need and the checkpoint does not tell
     ssm_heads = 4
 
@@ -18,7 +23,9 @@ Namings are data, read from TOML, so that a new model needs no code::
 
 ``match`` must match the whole name. In it ``{layers}`` stands for ``[naming] layers``, ``{experts}`` for ``experts``:
 patterns with an optional group ``layer`` or ``expert``. Where a name is without its number, the leading dimensions of
-the tensor count them, layers before experts, and each becomes a tensor of its own. Groups may be used in ``to``.
+the tensor count them, layers before experts, and each becomes a tensor of its own. Groups may be used in ``to``; with a
+group ``behind``, ``{layer}`` is it and the number of layers added up. Each rule with ``{layers}`` is one for the layers
+of ``[naming.behind]`` too, with ``match`` in place of ``{layers}``, and ``back`` in that of ``instead_of``.
 The first dimension behind those can be taken apart:
 
 - ``parts`` lie in it one after another, each a tensor; ``{part}`` in ``to`` is its name. ``weight`` (1 if left out) is
@@ -67,7 +74,10 @@ else:
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
 _RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "counts", "witness", "back", "beside"}
-_NAMING_KEYS = {"name", "family", "detect", "absent", "base", "layers", "experts", "of", "only_asked", "allow"}
+_NAMING_KEYS = {
+    "name", "family", "detect", "absent", "base", "layers", "experts", "of", "only_asked", "allow", "behind",
+}  # fmt: skip
+_BEHIND_KEYS = {"match", "back", "instead_of"}
 _COUNTED = ("layer", "expert")
 _SIZE = re.compile(r"(?:[a-z_]+|[1-9][0-9]*)(?:[*/](?:[a-z_]+|[1-9][0-9]*))*")
 
@@ -109,6 +119,11 @@ class NamingRule:
     """The name of what it matches, by variant; the first is of all that are not named."""
     beside: str = ""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is one of layers that are numbered behind the others."""
+        return "behind" in self.pattern.groupindex
+
     def missing_counts(self, groups: Mapping[str, str | None]) -> tuple[str, ...]:
         """What leading dimensions count (``layer``, ``expert``) in a tensor whose name gave these ``groups``."""
         return tuple(group for group in _COUNTED if group in self.pattern.groupindex and groups[group] is None)
@@ -141,6 +156,8 @@ class Naming:
     """Facts that a base refuses."""
     layers: str = r"(?:.*\.)?(?P<layer>\d+)\."
     experts: str = r"(?P<expert>\d+)\."
+    behind: tuple[str, str, str] | None = None
+    """Pattern and name of what is in front of the names in layers behind the others, and instead of what."""
 
     def preceded_by(self, other: Naming) -> Naming:
         """This naming with what ``other`` says in front, so that it wins."""
@@ -213,10 +230,36 @@ def load_naming(
         allowed=tuple(head.get("allow", ())),
         layers=head.get("layers", plain.layers),
         experts=head.get("experts", plain.experts),
+        behind=_behind(head["behind"], source) if "behind" in head else plain.behind,
     )
-    tables = enumerate(document.get("rule", []), start=1)
-    own = replace(own, rules=tuple(_rule(table, own, f"{source}: rule {number}") for number, table in tables))
+    rules = [
+        _rule(variant, own, f"{source}: rule {number}")
+        for number, table in enumerate(document.get("rule", []), start=1)
+        for variant in _variants(table, own.behind)
+    ]
+    own = replace(own, rules=tuple(rules))
     return own if base is None else base.preceded_by(own)
+
+
+def _behind(table: Mapping[str, Any], source: str) -> tuple[str, str, str]:
+    check_keys(table, _BEHIND_KEYS, f"{source}: [naming.behind]")
+    words = tuple(table.get(key) for key in ("match", "back", "instead_of"))
+    if not all(isinstance(word, str) for word in words) or "(?P<behind>" not in str(words[0]):
+        raise LayoutError("match (with a group behind), back and instead_of are needed", where=f"{source}: behind")
+    return str(words[0]), str(words[1]), str(words[2])
+
+
+def _variants(table: Mapping[str, Any], behind: tuple[str, str, str] | None) -> list[Mapping[str, Any]]:
+    """A rule, and the same rule for layers behind the others."""
+    match = table.get("match")
+    if behind is None or not isinstance(match, str) or "{layers}" not in match:
+        return [table]
+    pattern, name, instead_of = behind
+    back = table.get("back", {})
+    backs = {key: value.replace(instead_of, name) for key, value in back.items()} if isinstance(back, dict) else (
+        str(back).replace(instead_of, name)
+    )  # fmt: skip
+    return [table, {**table, "match": match.replace("{layers}", pattern), "back": backs}]
 
 
 def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
@@ -244,7 +287,7 @@ def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
         raise LayoutError("halves cannot be put back into pairs: back goes without halves", where=where)
     if rule.rows and (rule.parts or rule.groups != "1" or rule.halves):
         raise LayoutError("rows goes without parts, groups and halves", where=where)
-    names = {*pattern.groupindex, *(["part"] if parts else [])}
+    names = {*pattern.groupindex, *(["part"] if parts else []), *(["layer"] if rule.is_behind else [])}
     unknown = sorted(set(re.findall(r"{(\w*)}", to)) - names)
     if unknown or to.count("{") != len(re.findall(r"{\w+}", to)) or to.count("}") != to.count("{"):
         raise LayoutError(f"{to!r} uses {unknown}, known are {sorted(names)}", where=where)

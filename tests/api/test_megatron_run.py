@@ -22,8 +22,8 @@ from tests.formats.megatron.places import CHECKPOINTS
         ("moe_dpr_e2", {"experts": "4; EP rank 0: 0-1; EP rank 1: 2-3"}),
         ("td_nodist_t2", {
             "optimizer": "not distributed",
-            "reshards": "weights and optimizer to any TP, PP, VPP, EP and DP (--to megatron-dist); weights alone to "
-            "megatron-legacy",
+            "reshards": "weights and optimizer to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, "
+            "megatron-legacy)",
         }),
     ],
 )  # fmt: skip

@@ -43,7 +43,7 @@ __all__ = [
     "whole_boxes",
 ]
 
-_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist"})
+_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist", "megatron-legacy"})
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
 
 

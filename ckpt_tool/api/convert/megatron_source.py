@@ -83,11 +83,22 @@ def as_megatron(
     Raises:
         LayoutError: no naming leads to the source's names, or a fact is missing.
     """
+    of_fsdp: Taken | None = None
+    if manifest.format == "dcp":
+        from ckpt_tool.api.convert.megatron_fsdp import from_fsdp_dtensor, is_fsdp_dtensor  # few sources need it
+
+        if is_fsdp_dtensor(manifest, blobs):
+            of_fsdp = from_fsdp_dtensor(checkpoint, manifest, blobs)
+            manifest, blobs = of_fsdp.manifest, of_fsdp.blobs
     if any(blob.fqn == "args" for blob in blobs):
         manifest = _with_whole_layers(manifest) if is_live else manifest
         known = {**manifest.info.get("args", {}), **options.arguments}
         padded = repadded(manifest.replace(info={**manifest.info, "args": known}), known, tp=tp)
-        return Taken(padded.manifest, _with_arguments(blobs, options), padded.dropped, padded.notes)
+        before = of_fsdp or Taken(manifest, blobs)
+        return Taken(
+            padded.manifest, _with_arguments(blobs, options), (*before.dropped, *padded.dropped),
+            (*before.notes, *padded.notes), before.dtypes,
+        )  # fmt: skip
     return _from_config(checkpoint, manifest, blobs, options, tp=tp)
 
 
@@ -174,6 +185,9 @@ def _from_config(
         notes += entry.notes
     result = apply_views(manifest, views)
     keys = {view.fqn: view.shape for view in renaming.views}
+    # The config counts layers that transformers itself leaves out when it saves.
+    n_ahead = len({key.split(".")[2] for key in keys if key.startswith("mtp.layers.")})
+    arguments |= {"mtp_num_layers": n_ahead} if n_ahead or "mtp_num_layers" in arguments else {}
     known = {name: value for name, value in arguments.items() if isinstance(value, (int, str, float, bool))}
     result = result.replace(info={"args": known, **info}, blobs=())
     dropped += [Dropped(fqn, why) for fqn, why in renaming.dropped]

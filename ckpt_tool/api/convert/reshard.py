@@ -21,6 +21,7 @@ from ckpt_tool.api.convert.conversion import (
     manifest_url_for,
     whole_boxes,
 )
+from ckpt_tool.api.convert.mesh import DATA_AXES, data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.convert.taken import Taken
@@ -34,7 +35,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, StyledWriter, Writer, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.geometry.overlaps import exact_duplicates
-from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
+from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.place import Placed, place
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
@@ -43,7 +44,6 @@ from ckpt_tool.plan.assign import choose_replicas
 
 __all__ = ["prepare_reshard", "reshard"]
 
-_DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
 _WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning"})
 _WEIGHTS_ALONE = frozenset({"consolidated"})
 
@@ -57,6 +57,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     pp: int = 1,
     dp: int = 1,
     ep: int = 1,
+    etp: int | None = None,
     vpp: int = 1,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
@@ -71,7 +72,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     rank_state: Literal["keep", "drop", "emit"] | None = None,
     unequal: str | Sequence[str] | None = None,
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
-    names: Literal["source", "hf"] = "source",
+    names: Literal["source", "hf", "megatron-fsdp"] = "source",
     family: str = "auto",
     naming: str | os.PathLike[str] | None = None,
     facts: Mapping[str, int] | None = None,
@@ -98,7 +99,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         dp: data-parallel ranks.
-        ep: expert-parallel ranks, a divisor of ``dp``.
+        ep: expert-parallel ranks, a divisor of ``dp``; with ``etp``, ``ep`` times it is one of ``tp`` times ``dp``.
+        etp: tensor-parallel ranks of experts, for a target of Megatron; None for as many as of the rest.
         vpp: model chunks per pipeline stage (virtual stages).
         first_stage_layers: layers of the first stage, None for an even spread.
         last_stage_layers: layers of the last stage, None for an even spread.
@@ -118,7 +120,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.
         names: ``hf`` gives weights the names of a Hugging Face model, and AdamW's state those that torch has for them;
-            ``source`` keeps names.
+            ``megatron-fsdp`` gives a checkpoint of Megatron those of Megatron-FSDP (``fsdp_dtensor``); ``source`` keeps
+            names.
         family: whose names, as for an export.
         naming: rules for names, as for an export.
         facts: numbers for such rules, as for an export.
@@ -141,16 +144,14 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         LayoutError: names that no rule covers, or a mesh that does not fit.
         CkptError: see ``errors``.
     """
-    if mesh is not None and (tp, pp, dp, ep) != (1, 1, 1, 1):
-        raise UsageError("--mesh already names the sizes of all axes", hint="leave out --tp, --pp, --dp and --ep")
-    target_mesh = parse_mesh(mesh) if mesh is not None else default_mesh(tp=tp, pp=pp, dp=dp, ep=ep)
     writer = writer_named(to)
+    target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
     if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
         raise UsageError(
             f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
-    if names == "hf" and isinstance(writer, PlacingWriter | ArrangingWriter):
+    if names != "source" and isinstance(writer, PlacingWriter | ArrangingWriter):
         raise UsageError(f"{to} has names of its own", hint="leave out --names")
     if rank_state == "emit" and not writer.name.startswith("megatron"):
         raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
@@ -168,6 +169,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             first_stage_layers=first_stage_layers,
             last_stage_layers=last_stage_layers,
             zero_stage=zero_stage,
+            expert_grid=expert_grid,
             mcore_version=mcore_version,
             fresh_random_states=rank_state == "emit",
             model_dtype=None if dtype is None else dtype_named(dtype),
@@ -180,12 +182,12 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             target_mesh,
             options,
             (arguments or {}, None if config is None else os.fspath(config)),
-            (family, naming, facts, true_vocab) if names == "hf" else None,
+            (family, naming, facts, true_vocab) if names == "hf" else names,
             is_whole=not include and not exclude,
         )
         manifest, blobs = taken.manifest, taken.blobs
         dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
-        carried = _carried(writer, manifest, blobs, target_mesh, rank_state)
+        carried = _carried(writer, manifest, blobs, target_mesh, options, rank_state)
         if optim_style is not None:
             carried, restyled = _restyled(carried, optim_style)
             notes += restyled
@@ -274,7 +276,7 @@ def _taken(
     mesh: Mesh,
     options: WriterOptions,
     of_megatron: tuple[Mapping[str, Any], str | None],
-    names: tuple[str, str | os.PathLike[str] | None, Mapping[str, int] | None, int | None] | None,
+    names: tuple[str, str | os.PathLike[str] | None, Mapping[str, int] | None, int | None] | str,
     *,
     is_whole: bool,
 ) -> Taken:
@@ -288,8 +290,12 @@ def _taken(
 
         said, tp = MegatronOptions(*of_megatron), _sizes(mesh).get("tp", 1)
         return as_megatron(checkpoint, manifest, blobs, said, tp=tp, is_live=writer.per_rank)
-    if names is None:
+    if names == "source":
         return selected
+    if isinstance(names, str):
+        from ckpt_tool.api.convert.megatron_fsdp import as_fsdp_dtensor
+
+        return as_fsdp_dtensor(checkpoint, manifest, blobs, is_whole=is_whole)
     from ckpt_tool.api.convert.hf_names import names_options
     from ckpt_tool.api.convert.torch_training import as_torch_training
 
@@ -301,13 +307,15 @@ def _carried(
     manifest: Manifest,
     blobs: tuple[Blob, ...],
     mesh: Mesh,
+    options: WriterOptions,
     rank_state: Literal["keep", "drop", "emit"] | None,
 ) -> Carried:
     """What goes into the target: by the writer's own word, or by the policy for states of ranks."""
     if isinstance(writer, PlacingWriter):
-        return without(manifest, blobs, writer.left_out(manifest, blobs, _sizes(mesh), rank_state))
+        experts = {} if options.expert_grid is None else dict(zip(("ep", "etp"), options.expert_grid, strict=True))
+        return without(manifest, blobs, writer.left_out(manifest, blobs, {**_sizes(mesh), **experts}, rank_state))
     policy = None if rank_state == "emit" else rank_state
-    return carry_rank_state(manifest, blobs, dp_size=_data_size(mesh), world_size=mesh.world_size, policy=policy)
+    return carry_rank_state(manifest, blobs, dp_size=data_size(mesh), world_size=mesh.world_size, policy=policy)
 
 
 def _restyled(carried: Carried, style: str) -> tuple[Carried, tuple[str, ...]]:
@@ -330,15 +338,6 @@ def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
 
     views = optimizer_views(manifest)
     return dict(views[0].names) if len(views) == 1 else {}
-
-
-def _data_size(mesh: Mesh) -> int:
-    """Number of data-parallel ranks: those that read different data."""
-    size = 1
-    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
-        if (axis in _DATA_AXES and axis != "cp") or axis == "ep":
-            size *= n
-    return size
 
 
 def _by_rules(
@@ -376,7 +375,7 @@ def _stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, policy: str)
         group = placed.tensor.astype(np.int64)
         if policy == "groups":  # replicas on other model-parallel ranks are needed there
             coords = mesh.coords()
-            kept = [i for i, axis in enumerate(mesh.axes) if axis not in _DATA_AXES]
+            kept = [i for i, axis in enumerate(mesh.axes) if axis not in DATA_AXES]
             place_number = np.zeros(mesh.world_size, dtype=np.int64)
             for axis in kept:
                 place_number = place_number * mesh.sizes[axis] + coords[:, axis]

@@ -52,7 +52,7 @@ def starts_in_buckets(numels: Sequence[int], bucket_numels: Sequence[int]) -> li
     found: list[tuple[int, int]] = []
     bucket = position = 0
     for numel in numels:
-        if bucket < len(bucket_numels) and position and position == bucket_numels[bucket]:
+        if bucket < len(bucket_numels) and position and bucket_numels[bucket] in (position, _aligned(position)):
             bucket, position = bucket + 1, 0
         position = _aligned(position)
         if bucket >= len(bucket_numels) or position + numel > bucket_numels[bucket]:
@@ -126,7 +126,8 @@ def _filled(
     stored = memory = opened = 0
     for number, numel in enumerate(numels):
         if number in apart and memory > opened:
-            memory = opened = _aligned(memory, end_alignment)
+            stored += _aligned(memory) - memory  # the bucket ends where this one could have begun
+            memory = opened = _aligned(_aligned(memory), end_alignment)
         gap = _aligned(memory) - memory
         stored, memory = stored + gap, memory + gap
         places.append((stored, memory))
@@ -175,7 +176,8 @@ class _Search:
                     found.add(starts)
                 continue
             if number in self._apart and memory > opened:
-                memory = opened = _aligned(memory, self._end_alignment)
+                stored += _aligned(memory) - memory
+                memory = opened = _aligned(_aligned(memory), self._end_alignment)
             gap = _aligned(memory) - memory
             if not self._fits(number, memory + gap):
                 continue

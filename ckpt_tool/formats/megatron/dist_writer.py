@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenItem
 from ckpt_tool.formats._dcp.placed_items import (
@@ -25,29 +25,26 @@ from ckpt_tool.formats._dcp.placed_items import (
     sealed,
     written_tensors,
 )
-from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT
 from ckpt_tool.formats.megatron.config import CONFIG_NAME
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.target_boxes import target_boxes, weight_key
-from ckpt_tool.formats.megatron.target_common import is_common, is_distributed, target_common
+from ckpt_tool.formats.megatron.target_common import COMMON_STEP, is_distributed, parts_of_ranks, target_common
 from ckpt_tool.formats.megatron.target_dialect import dialect_of
 from ckpt_tool.formats.megatron.target_flattened import as_ranges
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.formats.megatron.target_iteration import iteration_of
 from ckpt_tool.formats.megatron.target_metadata import metadata_pickle
-from ckpt_tool.formats.megatron.target_objects import (
-    TargetObject,
+from ckpt_tool.formats.megatron.target_objects import TargetObject, extra_objects, written_object
+from ckpt_tool.formats.megatron.target_random import (
+    SavedStates,
     emitted_states,
-    extra_objects,
     is_rng,
     random_states,
-    rank_of,
-    shard_grid,
-    written_object,
+    state_number,
+    why_no_states,
 )
-from ckpt_tool.formats.megatron.target_optimizer import BUCKET_FACTS, SHARDED_PART
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass, field
@@ -56,9 +53,6 @@ __all__ = ["WRITER", "MegatronDistWriter"]
 
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _OLD_CONFIG = {**_CONFIG, "common_backend": "torch", "common_backend_version": 1}
-_STARTED = "random states are those of the start of a run, made of args.seed"
-_FACTS_OF_PARAMETERS = ("optimizer", "param_state")
-"""Each parameter's step, which mcore up to 0.14 has besides the groups'."""
 
 
 class MegatronDistWriter:
@@ -85,7 +79,7 @@ class MegatronDistWriter:
         """
         grid = TargetGrid.of(mesh)
         named = [(meta.fqn, meta.path) for meta in source.tensors]
-        why = dict(_parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(source.info.get("args", {}))))
+        why = dict(parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(source.info.get("args", {}))))
         undecoded = source.info.get("optimizer_undecoded")
         strange = [fqn for fqn, path in named if fqn not in why and path[:1] != ("model",) and _is_bucket(fqn, path)]
         if undecoded and strange:
@@ -95,15 +89,18 @@ class MegatronDistWriter:
                 hint="write the weights alone: --include 'model.*'",
             )
         rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
-        reason = _why_no_rng(source, rng, grid, rank_state)
+        reason = why_no_states(source, rng, grid, rank_state)
         if reason is not None:
-            why |= dict.fromkeys(sorted(rng), reason)
-        elif rng:
-            n_experts = source.info.get("args", {}).get("expert_model_parallel_size") or 1
-            for fqn, _ in named:
-                if fqn in rng and rank_of(fqn) // grid.tp % n_experts:
-                    why[fqn] = "a random state of another expert-parallel rank than the first; Megatron keeps one"
-        return why
+            return why | dict.fromkeys(sorted(rng), reason)
+        saved, args = SavedStates.of(source.tensors, ()), source.info.get("args", {})
+        kept = {
+            state_number(saved.rows, args, grid, stage, tensor_rank, 0)
+            for stage in range(grid.pp)
+            for tensor_rank in range(grid.tp)
+        }
+        unneeded = [row for number in saved.rows if number not in kept for row in saved.rows[number]]
+        text = "a random state of another expert-parallel rank than the first; Megatron keeps one"
+        return why | {named[row][0]: text for row in unneeded}
 
     def place(
         self,
@@ -133,12 +130,12 @@ class MegatronDistWriter:
         objects = list(extra_objects(request))
         own_states = list(random_states(request, grid))
         is_fresh = request.options.fresh_random_states
-        has_rng = is_fresh or bool(own_states) or any(shard_grid(one.key) is not None for one in objects)
+        has_rng = is_fresh or bool(own_states)
         common = target_common(request, grid, has_rng=has_rng, iteration=iteration or 0)
         if is_fresh:
-            objects += emitted_states(common.root["args"], grid)
+            own_states = [(one, ()) for one in emitted_states(common.root["args"], grid)]
         files = _Files(folder)
-        for one, rows in [(o, ()) for o in objects] + own_states:
+        for one, rows in (*objects, *own_states):
             files.add(one, rows)
         if dialect_of(request.options.mcore_version).has_common_file:
             files.add(written_object("", common.root, request.tensors, common.rows), common.rows, COMMON_FILE)
@@ -290,48 +287,6 @@ def _stored_key(fqn: str, path: KeyPath, master_slot: str, is_chained: bool) -> 
     return f"{chain}optimizer.state.{master_slot if path[2] == 'param' else path[2]}.{key}"
 
 
-def _parts_of_ranks(
-    named: Sequence[tuple[str, KeyPath]], blobs: Sequence[Blob], *, has_one_optimizer: bool
-) -> Iterator[tuple[str, str]]:
-    """What describes the source's ranks, with the reason to leave it out; random states apart."""
-    for fqn, path in named:
-        if path[:2] == _FACTS_OF_PARAMETERS:
-            yield fqn, "a parameter's own step; the groups of the optimizer have it"
-        elif has_one_optimizer and is_common(fqn, path) and path[0] == "optimizer" and type(path[1]) is int and path[1]:
-            yield fqn, "of the experts' optimizer; without expert parallelism there is one optimizer"
-    for blob in blobs:
-        match = SHARDED_PART.fullmatch(blob.fqn)
-        if match is not None and match["name"] in BUCKET_FACTS:
-            yield blob.fqn, "describes the buckets of the source's ranks; the target has none"
-        elif match is not None and storages(blob.value):
-            yield blob.fqn, "has tensors inside, which the common state cannot take over; Megatron starts it afresh"
-        elif blob.fqn.startswith("rerun_state_machine"):
-            yield blob.fqn, "the rerun state machine's, which Megatron ignores on another number of ranks"
-
-
 def _is_bucket(fqn: str, path: KeyPath) -> bool:
     """Whether a tensor is optimizer state in another shape than the weights'."""
-    return weight_key(path) is None and not is_rng(fqn, path) and "optimizer" in fqn and path[-1] != "common_step"
-
-
-def _why_no_rng(
-    source: Manifest, rng: set[str], grid: TargetGrid, rank_state: Literal["keep", "drop", "emit"] | None
-) -> str | None:
-    """Why random states are left out, None to keep them."""
-    if not rng:
-        return None
-    if rank_state == "emit":
-        return _STARTED
-    args = source.info.get("args", {})
-    grids = {found for fqn in rng if (found := shard_grid(fqn)) is not None}
-    before = grids.pop() if len(grids) == 1 else (
-        args.get("pipeline_model_parallel_size"), args.get("tensor_model_parallel_size")
-    )  # fmt: skip
-    text = (
-        f"random states of {before[0]} stages x {before[1]} tensor-parallel ranks; the target has {grid.pp} x {grid.tp}"
-    )
-    if before != (grid.pp, grid.tp):
-        if rank_state == "keep":
-            raise UsageError(text, hint="say --rank-state drop: Megatron then starts them afresh")
-        return text
-    return "random states are to be dropped" if rank_state == "drop" else None
+    return weight_key(path) is None and not is_rng(fqn, path) and "optimizer" in fqn and path[-1] != COMMON_STEP

@@ -40,6 +40,8 @@ class Facts:
     group_query_attention: bool | None = None
     kv_channels: int | None = None
     num_experts: int | None = None
+    mtp_num_layers: int | None = None
+    """Layers for multi-token prediction, behind the others."""
     vocab_size: int | None = None
     padded_vocab_size: int | None = None
     make_vocab_size_divisible_by: int | None = None
@@ -79,6 +81,17 @@ class Facts:
     def etp(self) -> int | None:
         """Tensor-parallel size of experts; Megatron's own default is that of the rest."""
         return self.expert_tensor_parallel_size or self.tp
+
+    @property
+    def parts_experts(self) -> bool:
+        """Whether experts have an optimizer of their own (mcore 0.19, ``tensor_parallel/layers.py``)."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
+    def n_expert_data_parallel(self) -> int | None:
+        """Ranks that hold the same experts; None where the sizes do not tell."""
+        n_ranks = (self.pp or 0) * (self.etp or 0) * self.ep
+        return self.world_size // n_ranks if n_ranks and self.world_size else None
 
     def mesh(self) -> MeshInfo | None:
         """Pipeline, data, context and tensor parallelism, as Megatron orders ranks (tensor parallel ones adjoin)."""

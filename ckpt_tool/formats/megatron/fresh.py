@@ -15,7 +15,7 @@ from ckpt_tool.manifest.model import Blob
 
 __all__ = ["fresh_objects"]
 
-_MODULE = re.compile(r"(.*\.linear_\w+)\.weight")
+_MODULE = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 _ATTENTION = re.compile(r"(.*\.self_attention)\.linear_proj\.weight")
 _NAMESPACE = ("argparse", "Namespace")
 _STARTED = {"checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0}

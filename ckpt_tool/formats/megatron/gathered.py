@@ -40,9 +40,11 @@ def gathered_group(fqn: str) -> tuple[bool, int] | None:
     return None if match is None else (int(match[1] or match[2] or 0) > 0, int(match[3]))
 
 
-def bucket_ends(facts: Facts, stage: int, chunk: int) -> BucketEnds:
+def bucket_ends(facts: Facts, stage: int, chunk: int, *, experts: bool = False) -> BucketEnds:
     """What the run's arguments say of buckets; the first chunk of the first stage alone can have more than one."""
     n_data_parallel = (facts.data_parallel_size or 1) * (facts.context_parallel_size or 1)
+    if experts and facts.parts_experts:
+        n_data_parallel = facts.n_expert_data_parallel or n_data_parallel
     is_stated = facts.overlap_grad_reduce is not None
     if not facts.overlap_grad_reduce or (stage, chunk) != (0, 0):
         return BucketEnds(n_data_parallel, None, is_stated)
@@ -70,7 +72,7 @@ def add_gathered(rows: Rows, source: Source, shards: Shards, blobs: Sequence[Blo
         file = open_item(source, blob.where, blob.fqn)
         n_chunks = shards.facts.vpp
         for chunk, dtype, flat, total in stored_buffers(file.root, n_chunks, f"{blob.where}"):
-            ends = bucket_ends(shards.facts, shards.stage_of(group, experts=experts), chunk)
+            ends = bucket_ends(shards.facts, shards.stage_of(group, experts=experts), chunk, experts=experts)
             order, placed = shards.fitting(
                 group, chunk, dtype, _Split(shards, total, ends), experts=experts,
                 what=f"the {total:,} elements of group {group}",

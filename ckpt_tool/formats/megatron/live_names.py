@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.records import dataclass
@@ -15,6 +16,8 @@ from ckpt_tool.records import dataclass
 __all__ = ["LiveName", "live_name", "stage_offsets", "uses_local_names"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+_PREDICTING = re.compile(r"(mtp\.layers\.\d{1,6}\.)(?:transformer|mtp_model)_layer\.(.+)")
+"""A layer for multi-token prediction has another one in it, whose name in checkpoints stayed what it was first."""
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d{1,6})\.(linear_fc[12]\..+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,6})")
 _FUSED = re.compile(r"mlp\.experts\.weight([12])")
@@ -37,7 +40,7 @@ class LiveName:
     @property
     def is_expert(self) -> bool:
         """Whether it is one expert's, or all of them."""
-        return self.rest.startswith(_EXPERTS)
+        return _EXPERTS in self.rest
 
 
 def live_name(name: str, local_names: Mapping[str, str]) -> LiveName:
@@ -46,10 +49,15 @@ def live_name(name: str, local_names: Mapping[str, str]) -> LiveName:
     >>> live_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight", {})
     LiveName(rest='mlp.experts.experts.linear_fc1.weight', layer=1, expert=3, is_fused=False)
     """
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return LiveName(name)
-    layer, rest = int(match[1]), match[2]
+    match, predicting = _LAYER.fullmatch(name), _PREDICTING.fullmatch(name)
+    if predicting is not None:
+        inner = _in_layer(predicting[2], None, local_names)
+        return replace(inner, rest=f"{predicting[1]}transformer_layer.{inner.rest}")
+    return LiveName(name) if match is None else _in_layer(match[2], int(match[1]), local_names)
+
+
+def _in_layer(rest: str, layer: int | None, local_names: Mapping[str, str]) -> LiveName:
+    """What the name of a layer's parameter says."""
     sequential, grouped, fused = _SEQUENTIAL.fullmatch(rest), _GROUPED.fullmatch(rest), _FUSED.fullmatch(rest)
     if sequential is not None:
         return LiveName(_EXPERTS + sequential[2], layer, int(sequential[1]))

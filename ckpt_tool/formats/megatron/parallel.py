@@ -36,9 +36,13 @@ class ParallelRules:
 
     rules: tuple[tuple[re.Pattern[str], str], ...]
     local_names: Mapping[str, str]
+    before: re.Pattern[str] | None = None
+    """What stands in front of names of layers outside the decoder."""
 
     def cut(self, name: str) -> str | None:
         """How the weight called ``name`` is cut, None when no rule fits."""
+        front = None if self.before is None else self.before.match(name)
+        name = name if front is None else name[front.end() :]
         return next((cut for pattern, cut in self.rules if pattern.fullmatch(name)), None)
 
     def with_own(self, text: str, where: str) -> ParallelRules:
@@ -65,7 +69,8 @@ def _parsed(text: str, where: str) -> ParallelRules:
             if rule["cut"] not in CUTS:
                 raise FormatError(f"cut {rule['cut']!r}, expected one of {', '.join(CUTS)}", where=where)
             rules += [(re.compile(name), str(rule["cut"])) for name in rule["names"]]
-        return ParallelRules(tuple(rules), dict(document.get("local_names", {})))
+        before = re.compile(document["before"]) if "before" in document else None
+        return ParallelRules(tuple(rules), dict(document.get("local_names", {})), before)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, re.error) as error:
         raise FormatError(f"no file of parallel rules: {error}", where=where) from error
 

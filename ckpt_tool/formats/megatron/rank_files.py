@@ -6,14 +6,18 @@ tell. Data-parallel ranks leave no trace. Source: Megatron-LM ``training/checkpo
 
 NeMo 1 has ``mp_rank_01/model_weights.ckpt``, and with pipeline stages ``tp_rank_01_pp_rank_002/model_weights.ckpt``:
 the weights alone. Source: NeMo 1 ``nlp_overrides.py``, ``NLPSaveRestoreConnector``.
+
+Where experts are cut over fewer tensor-parallel ranks than the rest, not every pair of an expert-parallel and a
+tensor-parallel rank exists, see `rank_pairs`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import gcd, lcm
 
-from ckpt_tool.errors import FormatError, LayoutError, NotFound
+from ckpt_tool.errors import FormatError, LayoutError, NotFound, Unsupported
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.records import dataclass
 
@@ -27,6 +31,7 @@ __all__ = [
     "grid_of",
     "rank_folder",
     "rank_folders",
+    "rank_pairs",
 ]
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -65,6 +70,13 @@ class Grid:
     ep: int
     folders: dict[tuple[int, int, int], str]
     """By stage, expert-parallel rank and tensor-parallel rank."""
+    etp: int
+    """Tensor-parallel ranks of experts."""
+
+    def writes_state(self, coord: tuple[int, int, int]) -> bool:
+        """Whether the rank gathers an optimizer's state, dense parameters' or experts'."""
+        rank = _rank_of_pair(coord[1], coord[2], self.tp, self.ep, self.etp)
+        return rank is not None and rank < max(self.tp, self.ep * self.etp)
 
     def number(self, coord: tuple[int, int, int]) -> int:
         """The rank's number, tensor-parallel ranks adjoining."""
@@ -101,6 +113,46 @@ def rank_folder(tensor_rank: int, stage: int, expert_rank: int, *, pp: int, ep: 
     return name + (f"_{expert_rank:03d}" if ep > 1 else "")
 
 
+def rank_pairs(tp: int, ep: int, etp: int) -> list[tuple[int, int]]:
+    """Expert-parallel and tensor-parallel rank of each folder of a stage, in the order of the ranks that write them.
+
+    A rank's number within its stage gives both: tensor-parallel ranks of the rest adjoin, and so do those of experts.
+    The first ``tp`` of them have the dense parameters' optimizer, the first ``etp * ep`` the experts'.
+
+    >>> rank_pairs(2, 2, 2), rank_pairs(2, 4, 1)
+    ([(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 1), (2, 0), (3, 1)])
+
+    Raises:
+        Unsupported: several ranks of experts would have one folder.
+    """
+    _check_experts(tp, etp)
+    return [(rank // etp % ep, rank % tp) for rank in range(lcm(tp, etp * ep))]
+
+
+def _check_experts(tp: int, etp: int) -> None:
+    """Raise Unsupported where several ranks of experts would have one folder."""
+    if etp < 1 or tp % etp:
+        raise Unsupported(
+            f"experts of {etp} tensor-parallel ranks, the rest of {tp}: in per-rank files several of these ranks would "
+            "have the same folder",
+            hint="--to megatron-dist has no such limit",
+        )
+
+
+def _rank_of_pair(expert: int, tensor: int, tp: int, ep: int, etp: int) -> int | None:
+    """The first rank of a stage that is both, None when none is; no list is made, as sizes come from files.
+
+    >>> [_rank_of_pair(e, t, 2, 4, 1) for e, t in ((0, 0), (1, 1), (2, 0), (2, 1))]
+    [0, 1, 2, None]
+    """
+    # rank = tensor + tp * k with (rank // etp) % ep == expert, and etp divides tp.
+    step, missing = tp // etp, expert - tensor // etp
+    common = gcd(step, ep)
+    if missing % common or not (0 <= expert < ep and 0 <= tensor < tp):
+        return None
+    return tensor + tp * (missing // common * pow(step // common, -1, ep // common) % (ep // common))
+
+
 def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     """The ranks of ``folders``, all of them there.
 
@@ -127,19 +179,31 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     seen = [max(coord[axis] for coord in coords) + 1 for axis in range(3)]
     stated = (facts.pp, facts.ep if facts.expert_model_parallel_size else None, facts.tp)
     pp, ep, tp = (max(a, b or 0) for a, b in zip(seen, stated, strict=True))
-    n_absent = pp * ep * tp - len(coords)
+    etp = facts.expert_tensor_parallel_size if facts.num_experts else None
+    etp = etp or tp
+    _check_experts(tp, etp)
+    ranks = {coord: _rank_of_pair(coord[1], coord[2], tp, ep, etp) for coord in coords}
+    # Megatron saves on ranks that are the first in their data-parallel group, or in that of experts.
+    n_saving = max(tp, ep * etp)
+    n_absent = pp * n_saving - sum(rank is not None and rank < n_saving for rank in ranks.values())
     if n_absent:
-        grid = ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp))
-        stage, expert, tensor = next(coord for coord in grid if coord not in coords)
+        all_of_them = ((p, rank // etp % ep, rank % tp) for p in range(pp) for rank in range(n_saving))
+        stage, expert, tensor = next(coord for coord in all_of_them if coord not in coords)
         raise NotFound(
-            f"{n_absent:,} of {pp * ep * tp:,} rank folders are missing, such as tensor-parallel rank {tensor} of "
+            f"{n_absent:,} of {pp * n_saving:,} rank folders are missing, such as tensor-parallel rank {tensor} of "
             f"stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
             where=folders[0].name,
             hint="copy the folders of all model-parallel ranks",
         )
     if (stated[0], stated[2]) not in ((pp, tp), (None, None), (None, tp), (pp, None)):
         raise LayoutError(f"folders of {tp} x {pp} ranks, the run's arguments say {stated[2]} x {stated[0]}")
-    return Grid(tp, pp, ep, coords)
+    strange = next((coords[coord] for coord, rank in ranks.items() if rank is None), None)
+    if strange is not None:
+        raise LayoutError(
+            f"no rank of {tp} tensor-parallel ones, {ep} expert-parallel ones and {etp} of experts has this folder",
+            where=strange,
+        )
+    return Grid(tp, pp, ep, dict(sorted(coords.items())), etp)
 
 
 def check_ranks(grid: Grid, facts: Mapping[tuple[int, int, int], Facts]) -> None:

@@ -91,7 +91,6 @@ class RankModel:
         Raises:
             FormatError: ranks of a stage hold different layers, or fewer layers than the run had.
             LayoutError: a weight is cut, and no rule says how.
-            Unsupported: experts are cut otherwise than the rest.
         """
         found = cls()
         plan = _plan(chunks, grid, facts, rules, where)
@@ -109,8 +108,7 @@ class RankModel:
         for coord, of_rank in chunks.items():
             for number, chunk in enumerate(of_rank):
                 found.members[coord, number] = list(plan.members(coord, number, chunk))
-                if coord[2] == 0:
-                    found.extra_states += plan.extra_states(coord, number, chunk)
+                found.extra_states += plan.extra_states(coord, number, chunk)
         found.extra_states = list(dict(found.extra_states).items())
         return found
 
@@ -153,6 +151,8 @@ class _Plan:
     n_layers: int
     n_local_experts: int
     is_stacked: bool
+    predicts_ahead: bool
+    """Whether there are layers for multi-token prediction, whose stage has a copy of the embedding."""
 
     def members(self, coord: Coord, chunk: int, state: Mapping[str, Any]) -> Iterator[Member]:
         """The tensors of one chunk of one rank."""
@@ -170,49 +170,57 @@ class _Plan:
                 n_fused = self.n_local_experts if live.is_fused else 0
                 lead = (*lead, expert_rank * self.n_local_experts + (live.expert or 0))
                 lead_shape = (*lead_shape, self.n_local_experts * self.grid.ep)
-            cut = self._cut(name, live, tensor, state)
+            n_ranks = self.grid.etp if live.is_expert else self.grid.tp
+            cut = self._cut(name, live, tensor, state, n_ranks)
             member = Member(
-                name, tensor, key, (), lead, cut, tensor_rank, self.grid.tp, live.is_expert, n_fused,
+                name, tensor, key, (), lead, cut, tensor_rank % n_ranks, n_ranks, live.is_expert, n_fused,
                 is_shared=self._is_shared(stage, name),
             )  # fmt: skip
-            if member.is_shared:
+            if member.is_shared and name == "output_layer.weight":
                 member = replace(member, key="embedding.word_embeddings.weight")
             shape = _local_shape(member)
             if cut not in ("whole", "buffer"):
                 dim = 1 if cut == "row" else 0
-                shape = (*shape[:dim], shape[dim] * self.grid.tp, *shape[dim + 1 :])
+                shape = (*shape[:dim], shape[dim] * n_ranks, *shape[dim + 1 :])
             yield replace(member, shape=(*lead_shape, *shape))
 
     def _extra_tensor(
         self, name: str, live: LiveName, tensor: TensorRef, coord: Coord, first_layer: int
     ) -> Iterator[Member]:
         """A module's serialised state (Transformer Engine): of any length, as the first rank of each stage has it."""
-        _, expert_rank, tensor_rank = coord
-        if tensor_rank or (expert_rank and not live.is_expert):
-            return
-        key = live.rest if live.layer is None else f"decoder.layers.{first_layer + live.layer}.{live.rest}"
-        if live.expert is not None:
-            expert = expert_rank * self.n_local_experts + live.expert
-            key = key.replace(".experts.experts.", f".experts.experts.{expert}.")
-        yield Member(name, tensor, key, tensor.shape, (), "buffer", 0, 1, live.is_expert)
+        if self._is_first(coord, live):
+            key = self._extra_key(live, coord, first_layer)
+            yield Member(name, tensor, key, tensor.shape, (), "buffer", 0, 1, live.is_expert)
+
+    def _extra_key(self, live: LiveName, coord: Coord, first_layer: int) -> str:
+        """What distributed checkpoints call the piece of an object that a module's state is."""
+        if live.layer is None and not live.rest.startswith("mtp."):
+            return live.rest
+        is_stacked = live.layer is not None and self.is_stacked
+        index, shape, prefix = [0], [1], ""
+        if live.layer is not None:
+            prefix = "decoder.layers." if is_stacked else f"decoder.layers.{first_layer + live.layer}."
+        if live.layer is not None and is_stacked:
+            index, shape = [first_layer + live.layer], [self.n_layers]
+        if live.is_expert and live.expert is not None:
+            index = [*index[:is_stacked], coord[1] * self.n_local_experts + live.expert]
+            shape = [*shape[:is_stacked], self.n_local_experts * self.grid.ep]
+        joined = [".".join(map(str, numbers)) for numbers in (index, shape)]
+        return f"{prefix}{live.rest}/shard_{joined[0]}_{joined[1]}"
 
     def extra_states(self, coord: Coord, chunk: int, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Objects of modules, named as distributed checkpoints name them."""
-        stage, expert_rank, _ = coord
         for name, value in state.items():
-            if isinstance(value, TensorRef):
-                continue
             live = live_name(name, self.local_names)
-            if live.layer is None:
-                yield f"model.{name}", value
-                continue
-            index = [self.offsets[stage, chunk] + live.layer]
-            shape = [self.n_layers]
-            if live.is_expert and live.expert is not None:
-                index.append(expert_rank * self.n_local_experts + live.expert)
-                shape.append(self.n_local_experts * self.grid.ep)
-            joined = [".".join(map(str, numbers)) for numbers in (index, shape)]
-            yield f"model.decoder.layers.{live.rest}/shard_{joined[0]}_{joined[1]}", value
+            if not isinstance(value, TensorRef) and self._is_first(coord, live):
+                yield f"model.{self._extra_key(live, coord, self.offsets[coord[0], chunk])}", value
+
+    def _is_first(self, coord: Coord, live: LiveName) -> bool:
+        """Whether no rank of the stage before this one has the same module, or part of it."""
+        _, expert_rank, tensor_rank = coord
+        if live.is_expert:
+            return tensor_rank == expert_rank * self.grid.etp % self.grid.tp
+        return tensor_rank == expert_rank == 0
 
     def _key(self, live: LiveName, first_layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Key, leading index and leading shape, without the expert's."""
@@ -223,17 +231,17 @@ class _Plan:
             return f"decoder.layers.{live.rest}", (layer,), (self.n_layers,)
         return f"decoder.layers.{layer}.{live.rest}", (), ()
 
-    def _cut(self, name: str, live: LiveName, tensor: TensorRef, state: Mapping[str, Any]) -> str:
+    def _cut(self, name: str, live: LiveName, tensor: TensorRef, state: Mapping[str, Any], n_ranks: int) -> str:
         cut = self.rules.cut(live.rest)
-        if cut is None and self.grid.tp > 1:
+        if cut is None and n_ranks > 1:
             raise LayoutError(
-                f"no rule says how {live.rest!r} (here {list(tensor.shape)}) is cut over {self.grid.tp} "
+                f"no rule says how {live.rest!r} (here {list(tensor.shape)}) is cut over {n_ranks} "
                 "tensor-parallel ranks",
                 where=self.where,
                 hint=f"put a file {OWN_RULES} beside the rank folders, with lines such as: [[rule]] names = "
                 f"['{live.rest}'] cut = \"column\" (or row, gated, whole, buffer)",
             )
-        if cut != "gated" or self.grid.tp == 1:
+        if cut != "gated" or n_ranks == 1:
             return cut or "whole"
         return "gated" if self._is_gated(name, live, tensor, state) else "column"
 
@@ -255,10 +263,12 @@ class _Plan:
         return rows == 2 * depth
 
     def _is_shared(self, stage: int, name: str) -> bool:
-        """Whether it is one of the two copies of a tied embedding."""
-        if self.facts.untie_embeddings_and_output_weights is not False or self.grid.pp == 1:
+        """Whether it is one of the copies of an embedding that stages share."""
+        is_tied = self.facts.untie_embeddings_and_output_weights is False
+        if self.grid.pp == 1 or not (is_tied or self.predicts_ahead):
             return False
-        return (stage, name) in ((0, "embedding.word_embeddings.weight"), (self.grid.pp - 1, "output_layer.weight"))
+        is_output = is_tied and (stage, name) == (self.grid.pp - 1, "output_layer.weight")
+        return is_output or name == "embedding.word_embeddings.weight"
 
 
 @dataclass
@@ -271,6 +281,7 @@ class _Census:
     """Names and shapes in each layer, as the first rank of its stage has them."""
     n_local_experts: int = 0
     has_experts: bool = False
+    predicts_ahead: bool = False
 
     def add(self, coord: Coord, number: int, chunk: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
         """Count one chunk of one rank.
@@ -283,6 +294,7 @@ class _Census:
         for name, value in chunk.items():
             live = live_name(name, names)
             self.has_experts |= live.is_expert
+            self.predicts_ahead |= name.startswith("mtp.")
             self.n_local_experts = max(self.n_local_experts, (-1 if live.expert is None else live.expert) + 1)
             if live.layer is None or not isinstance(value, TensorRef) or name.endswith(_EXTRA_STATE):
                 continue
@@ -314,15 +326,16 @@ def _plan(
             where=where,
         )
     is_stacked = len({tuple(sorted(layer.items())) for layer in census.layers.values()}) <= 1
-    return _Plan(grid, facts, rules, where, local_names, census.held, offsets, n_layers, n_local_experts, is_stacked)
+    return _Plan(
+        grid, facts, rules, where, local_names, census.held, offsets, n_layers, n_local_experts, is_stacked,
+        census.predicts_ahead,
+    )  # fmt: skip
 
 
 def _n_local_experts(census: _Census, grid: Grid, facts: Facts, where: str) -> int:
     """Experts on each rank, by names, or for fused ones by the run's arguments; 0 without experts."""
     if not census.has_experts:
         return 0
-    if facts.etp not in (None, grid.tp):
-        raise Unsupported(f"experts of {facts.etp} tensor-parallel ranks, the rest of {grid.tp}", where=where)
     found = census.n_local_experts
     if not found:
         if facts.num_experts is None:

@@ -75,7 +75,7 @@ def read_optimizer(
     paths = {
         coord: path for coord, name in grid.folders.items() if (path := f"{name}/{OPTIMIZER_FILE}") in source.listing
     }
-    absent = sorted(set(grid.folders) - set(paths))
+    absent = sorted(coord for coord in grid.folders if grid.writes_state(coord) and coord not in paths)
     if paths and absent:
         raise NotFound(
             f"{len(absent):,} of {len(grid.folders):,} ranks lack it, the others have it",
@@ -92,7 +92,7 @@ def read_optimizer(
             return RankOptimizer()
         found = RankOptimizer(form="not distributed")
         tried = (
-            (coord, file, whole_states(state, _members(model, coord), n_expert_ranks=grid.ep, where=file.path))
+            (coord, file, whole_states(state, _members(model, coord), is_apart=facts.parts_experts, where=file.path))
             for coord, (file, state) in states.items()
         )
     try:
@@ -116,12 +116,13 @@ def _flat_states(
     optimizers = file.root if isinstance(file.root, list) else [file.root]
     n_chunks = sum(at == coord for at, _ in model.members)
     for number, optimizer in enumerate(optimizers):
-        if optimizer is None:  # dense state of this expert-parallel rank is in another one's file
+        if optimizer is None:  # it is in the file of another rank that has the same parameters
             continue
         experts = None if len(optimizers) == 1 else number == 1
         for chunk, dtype, flat, total in stored_buffers(optimizer, n_chunks, file.path):
             members = buffers_of(model.members[coord, chunk], dtype, experts=experts)
-            yield from states_of(members, flat, total, bucket_ends(facts, coord[0], chunk), file.path)
+            ends = bucket_ends(facts, coord[0], chunk, experts=bool(experts))
+            yield from states_of(members, flat, total, ends, file.path)
 
 
 def _as_it_lies(grid: Grid, states: Mapping[Coord, tuple[TorchFile, Any]]) -> Rows:

@@ -13,10 +13,13 @@ from typing import Any
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
+from ckpt_tool.formats.megatron.parameter_groups import in_group, inner_optimizer
 from ckpt_tool.formats.megatron.rank_model import Member
 
-__all__ = ["has_whole_state", "whole_states", "without_whole_state"]
+__all__ = ["HALF_WIDTHS", "has_whole_state", "whole_states", "without_whole_state"]
 
+HALF_WIDTHS = ("bfloat16", "float16")
+"""Element types of weights that have a master."""
 _MASTERS = ("fp32_from_fp16_params", "fp32_params")
 _STATE = "state"
 
@@ -25,7 +28,7 @@ def has_whole_state(optimizer: Any) -> bool:
     """Whether an ``optimizer`` entry of a model file holds state itself."""
     if isinstance(optimizer, list):
         return any(has_whole_state(one) for one in optimizer)
-    return bool(_inner(optimizer).get(_STATE))
+    return bool(inner_optimizer(optimizer).get(_STATE))
 
 
 def without_whole_state(optimizer: Any) -> Any:
@@ -45,14 +48,14 @@ def without_whole_state(optimizer: Any) -> Any:
 
 
 def whole_states(
-    optimizer: Any, members: Sequence[Member], *, n_expert_ranks: int, where: str
+    optimizer: Any, members: Sequence[Member], *, is_apart: bool, where: str
 ) -> Iterator[tuple[Member, str, TensorRef]]:
     """The state of each parameter of a rank: the member, the slot, and the tensor.
 
     Args:
         optimizer: the entry of the model file; a list holds dense and expert parameters' optimizers.
         members: tensors of all model chunks of the rank, in the order of the file.
-        n_expert_ranks: expert-parallel size.
+        is_apart: whether experts have an optimizer of their own.
         where: names the file in messages.
 
     Raises:
@@ -61,22 +64,31 @@ def whole_states(
     several = optimizer if isinstance(optimizer, list) else [optimizer]
     for number, one in enumerate(several):
         own = [m for m in members if m.cut != "buffer" and (len(several) == 1 or m.is_expert == (number == 1))]
-        inner = _inner(one)
+        inner = inner_optimizer(one)
         groups, states = inner.get("param_groups"), inner.get(_STATE)
         if not isinstance(groups, list) or not isinstance(states, Mapping):
             raise LayoutError("the optimizer's entry has no param_groups or no state", where=where)
         masters: list[Any] = next((one[name] for name in _MASTERS if isinstance(one.get(name), list)), [])
+        if not all(isinstance(group, Mapping) for group in groups):
+            raise LayoutError("a parameter group is no dict", where=where)
         for position, group in enumerate(groups):
-            numbers = group.get("params", ()) if isinstance(group, Mapping) else ()
-            chosen = [m for m in own if _fits(m, group, is_apart=n_expert_ranks > 1)]
+            numbers = group.get("params", ())
+            chosen = [
+                m
+                for m in own
+                if in_group(m.name, m.tensor.shape, group, groups, is_expert=m.is_expert, is_apart=is_apart)
+            ]
             of_group = masters[position] if position < len(masters) else []
-            if len(chosen) != len(numbers) or (of_group and len(of_group) != len(numbers)):
+            halves = [number for number, m in enumerate(chosen) if m.tensor.dtype.name in HALF_WIDTHS]
+            owners = range(len(chosen)) if len(of_group) == len(chosen) else halves
+            if len(chosen) != len(numbers) or (of_group and len(of_group) != len(owners)):
                 raise LayoutError(
                     f"parameter group {position} has {len(numbers):,} parameters, {len(chosen):,} of the model fit it",
                     where=where,
                 )
+            master = dict(zip(owners, of_group, strict=bool(of_group)))
             for index, (member, key) in enumerate(zip(chosen, numbers, strict=True)):
-                slots = {"param": of_group[index], **states.get(key, {})} if of_group else dict(states.get(key, {}))
+                slots = {"param": master.get(index), **states.get(key, {})}
                 for slot, tensor in slots.items():
                     if slot == "step" or not isinstance(tensor, TensorRef):
                         continue
@@ -87,19 +99,3 @@ def whole_states(
                             where=where,
                         )
                     yield member, slot, tensor
-
-
-def _inner(optimizer: Any) -> Mapping[str, Any]:
-    """Torch's own state dict, out of the mixed-precision wrapper's."""
-    if not isinstance(optimizer, Mapping):
-        return {}
-    inner = optimizer.get("optimizer", optimizer)
-    return inner if isinstance(inner, Mapping) else {}
-
-
-def _fits(member: Member, group: Mapping[str, Any], *, is_apart: bool) -> bool:
-    """Whether a parameter belongs to a group, by what the group says of itself."""
-    decays = len(member.tensor.shape) > 1 and not member.name.endswith(".bias")
-    if is_apart and "is_expert_parallel" in group and bool(group["is_expert_parallel"]) != member.is_expert:
-        return False
-    return bool(group.get("wd_mult", 1.0)) == decays

@@ -6,38 +6,57 @@ the distributed optimizer has it, gathered over data-parallel ranks, whatever fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import dtype
-from ckpt_tool.errors import LayoutError, Unsupported, UsageError
-from ckpt_tool.formats._pickle.nodes import OrderedMap
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.formats._pickle.nodes import OrderedMap, Stub
+from ckpt_tool.formats._pickle.rekey import with_storages
+from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._pickle.walk import storages
-from ckpt_tool.formats._torch_file.pieced import PiecedFile, PiecedStorage, StoragePiece
+from ckpt_tool.formats._torch_file.pieced import PiecedFile, PiecedStorage
 from ckpt_tool.formats._torch_file.written import check_dtypes, fresh_tensor
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.megatron.fresh_rng import fresh_random_states
 from ckpt_tool.formats.megatron.location import TRACKER
+from ckpt_tool.formats.megatron.parameter_groups import inner_optimizer
 from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, OPTIMIZER_FILE, rank_folder
-from ckpt_tool.formats.megatron.rank_target import SLOTS, Flat, Held, RankTarget, rank_targets
+from ckpt_tool.formats.megatron.rank_rows import Buffer, Rank, RankRows
+from ckpt_tool.formats.megatron.rank_target import SLOTS, Held
 from ckpt_tool.formats.megatron.target_boxes import weight_key
-from ckpt_tool.formats.megatron.target_common import target_common
+from ckpt_tool.formats.megatron.target_common import (
+    COMMON_STEP,
+    is_common,
+    is_distributed,
+    parts_of_ranks,
+    target_common,
+)
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.formats.megatron.target_iteration import iteration_of
-from ckpt_tool.formats.megatron.target_objects import is_rng
-from ckpt_tool.geometry.box import Box
+from ckpt_tool.formats.megatron.target_objects import object_payloads
+from ckpt_tool.formats.megatron.target_random import (
+    RNG,
+    SavedStates,
+    is_rng,
+    shard_grid,
+    state_number,
+    why_no_states,
+)
+from ckpt_tool.formats.megatron.target_whole_state import with_states
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable, pad_shapes
-from ckpt_tool.records import dataclass, field
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.records import dataclass
 
 __all__ = ["WRITER", "MegatronLegacyWriter"]
 
 _COMMON = ("args", "checkpoint_version", "iteration")
 _STATE = "_extra_state"
-_NO_RNG = "a random state of the source's ranks; --rng emit makes those of the start of a run"
 
 
 class MegatronLegacyWriter:
@@ -53,41 +72,51 @@ class MegatronLegacyWriter:
         mesh: Mapping[str, int],
         rank_state: Literal["keep", "drop", "emit"] | None,
     ) -> Mapping[str, str]:
-        """Random states, and what is neither a weight nor state of one in its shape.
+        """What belongs to the source's grid alone.
+
+        Random states are kept when the target has as many stages and tensor-parallel ranks, unless they are to be
+        dropped.
 
         Raises:
             LayoutError: the optimizer's state could not be decoded.
-            UsageError: random states are to be kept.
+            UsageError: random states are to be kept, and the grid is another.
         """
-        del mesh
-        if rank_state == "keep":
-            raise UsageError("random states are not carried over to per-rank files", hint="--rng emit makes new ones")
+        grid = TargetGrid.of(mesh)
+        args = source.info.get("args", {})
+        named = [(meta.fqn, meta.path) for meta in source.tensors]
+        why = dict(parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(args)))
         undecoded = source.info.get("optimizer_undecoded")
-        is_distributed = source.info.get("optimizer_form") != "not distributed"
-        why: dict[str, str] = {}
         for meta in source.tensors:
             key = weight_key(meta.path)
-            if is_rng(meta.fqn, meta.path):
-                why[meta.fqn] = _NO_RNG
-            elif key is None and undecoded and meta.section == "optimizer":
+            is_state = key is not None and meta.path[0] == "optimizer"
+            if meta.fqn in why or is_rng(meta.fqn, meta.path):
+                continue
+            if key is None and undecoded and meta.section == "optimizer":
                 raise LayoutError(
                     f"the optimizer's state is not in the shape of the weights: {undecoded}", where=meta.fqn,
                     hint="write the weights alone: --include 'model.*'",
                 )  # fmt: skip
-            elif key is None or _STATE in key:
-                why[meta.fqn] = "has no place in per-rank files"
-            elif meta.path[0] == "optimizer" and not is_distributed:
-                why[meta.fqn] = "state of an optimizer that is not the distributed one; --to megatron-dist keeps it"
-            elif meta.path[0] == "optimizer" and meta.path[2] not in SLOTS:
+            is_step = meta.path[-1] == COMMON_STEP or (is_state and meta.path[2] not in SLOTS)
+            if is_step and is_distributed(source.info):
                 why[meta.fqn] = "a parameter's own step; the groups of the optimizer have it"
+            elif key is None and not is_common(meta.fqn, meta.path):
+                why[meta.fqn] = "has no place in per-rank files"
         for blob in blobs:
-            if is_rng(blob.fqn, blob.path or (blob.fqn,)):
-                why[blob.fqn] = _NO_RNG
-            elif blob.fqn.startswith("rerun_state_machine"):
-                why[blob.fqn] = "the rerun state machine's, which Megatron ignores on another number of ranks"
-            elif storages(blob.value):
+            is_whole = blob.kind == "torch_save" and (blob.path[:1] == ("model",) or shard_grid(blob.fqn) is not None)
+            if blob.fqn not in why and storages(blob.value) and not is_whole:
                 why[blob.fqn] = "has tensors inside"
-        return why
+        rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
+        reason = why_no_states(source, rng, grid, rank_state)
+        if reason is not None:
+            return why | dict.fromkeys(sorted(rng), reason)
+        saved = SavedStates.of(source.tensors, ())
+        kept = {
+            state_number(saved.rows, args, grid, stage, tensor_rank, expert_rank)
+            for stage, expert_rank, tensor_rank in product(range(grid.pp), range(grid.ep), range(grid.tp))
+        }
+        unneeded = [row for number in saved.rows if number not in kept for row in saved.rows[number]]
+        text = "a random state of an expert-parallel rank that the target has not; it takes the first one's"
+        return why | {named[row][0]: text for row in unneeded}
 
     def place(
         self,
@@ -100,7 +129,7 @@ class MegatronLegacyWriter:
         """The parts of each model-parallel rank, those of its buffers in their order."""
         del blobs
         grid = TargetGrid.of(mesh).with_options(options)
-        return _Rows.of(tensors, grid, info).boxes(tensors)
+        return RankRows.of(tensors, grid, info).boxes()
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """The folder; the tracker is written last.
@@ -111,16 +140,13 @@ class MegatronLegacyWriter:
         check_dtypes(request.tensors)
         grid = TargetGrid.of_request(request)
         iteration, folder = iteration_of(request.info)
-        rows = _Rows.of(request.tensors, grid, request.info)
+        rows = RankRows.of(request.tensors, grid, request.info)
         is_fresh = request.options.fresh_random_states
-        common = target_common(request, grid, has_rng=is_fresh, iteration=iteration or 0)
-        root = _legacy_root(common.root)
-        states = {str(b.path[1]): b.value for b in request.blobs if len(b.path) == 2 and b.path[0] == "model"}
-        files = [
-            file
-            for rank in rows.ranks
-            for file in _files(folder, rank, grid, request.tensors, root, states, is_fresh=is_fresh)
-        ]
+        random = _RandomStates(request, is_fresh)
+        common = target_common(request, grid, has_rng=random.are_there, iteration=iteration or 0)
+        objects = {str(b.path[1]): b for b in request.blobs if len(b.path) == 2 and b.path[0] == "model"}
+        layout = _Layout(folder, grid, request, _legacy_root(common.root), common.rows, objects, random)
+        files = [file for rank in rows.ranks for file in layout.files(rank)]
         file_column, offset = (np.zeros(len(request.boxes), dtype=np.int64) for _ in range(2))
         for number, file in enumerate(files):
             for row, start in file.places():
@@ -132,7 +158,7 @@ class MegatronLegacyWriter:
         )  # fmt: skip
         tracker = ("release" if folder == "release" else str(iteration)).encode()
         entries = (*(FileEntry(file.path, file.zip.nbytes) for file in files), FileEntry(TRACKER, len(tracker)))
-        is_silent = is_fresh or folder == "release"
+        is_silent = random.are_there or folder == "release"
         note = (
             "" if is_silent else "no random states are written: load with --no-load-rng, or write them with --rng emit"
         )
@@ -153,116 +179,13 @@ class MegatronLegacyWriter:
 WRITER = MegatronLegacyWriter()
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    """A gradient buffer's state: flat storages by slot."""
-
-    chunk: int
-    weights: str
-    """Element type of the weights."""
-    numel: int
-    slots: Mapping[str, PiecedStorage]
-
-
-@dataclass
-class _Rank:
-    """One rank's storages."""
-
-    target: RankTarget
-    chunks: list[list[tuple[Held, PiecedStorage]]] = field(default_factory=list)
-    optimizers: list[list[_Buffer] | None] = field(default_factory=list)
-    """Of the dense optimizer and the experts', or of one for both; None for what another rank has."""
-
-
-@dataclass
-class _Rows:
-    """Boxes of all ranks, numbered as they are made; the same for the same request."""
-
-    ranks: list[_Rank] = field(default_factory=list)
-    columns: list[tuple[int, Box, int]] = field(default_factory=list)
-    """Tensor, box, rank."""
-
-    @classmethod
-    def of(cls, tensors: TensorTable, grid: TargetGrid, info: Mapping[str, Any]) -> _Rows:
-        found = cls()
-        args = info.get("args", {})
-        index = {path: row for row, path in enumerate(tensors.paths or ())}
-        has_state = any(path[0] == "optimizer" for path in index)
-        for number, target in enumerate(rank_targets(tensors, grid, args)):
-            rank = _Rank(target)
-            for chunk in target.chunks:
-                rank.chunks.append([(held, found.storage(tensors, index, "", held, number)) for held in chunk])
-            if has_state:
-                parts: list[bool | None] = [None]
-                if grid.parts_experts(args) and target.experts:
-                    parts = [False, True]
-                for is_expert in parts:
-                    is_elsewhere = is_expert is False and target.expert_rank > 0
-                    rank.optimizers.append(
-                        None
-                        if is_elsewhere
-                        else found.buffers(tensors, index, target.flats(grid, args, experts=is_expert), number)
-                    )
-            found.ranks.append(rank)
-        return found
-
-    def storage(
-        self, tensors: TensorTable, index: Mapping[Any, int], slot: str, held: Held, rank: int, start: int = 0
-    ) -> PiecedStorage:
-        """The storage of a weight, or of a slot of its state, from the byte of element ``start`` on."""
-        path = ("optimizer", "state", slot, held.key) if slot else ("model", held.key)
-        row = index.get(path)
-        if row is None:
-            raise LayoutError(f"has no {slot} in the optimizer's state", where=held.key)
-        itemsize = tensors.dtypes[row].bits // 8
-        pieces, offset = [], start * itemsize
-        for box in held.boxes:
-            pieces.append(StoragePiece(len(self.columns), offset, box.volume * itemsize))
-            self.columns.append((row, box, rank))
-            offset += box.volume * itemsize
-        return PiecedStorage(offset, tuple(pieces))
-
-    def buffers(
-        self, tensors: TensorTable, index: Mapping[Any, int], flats: Sequence[Flat], rank: int
-    ) -> list[_Buffer]:
-        """State of one optimizer."""
-        found = []
-        for flat in flats:
-            kinds = {tensors.dtypes[index["model", held.key]].name for held, _ in flat.parts}
-            if len(kinds) > 1:
-                raise Unsupported(
-                    f"weights of {' and '.join(sorted(kinds))} have buffers of their own, whose order is not known",
-                    hint="write the weights alone: --include 'model.*'",
-                )
-            slots = {}
-            for slot in SLOTS:
-                own = [self.storage(tensors, index, slot, held, rank, start) for held, start in flat.parts]
-                pieces = tuple(piece for storage in own for piece in storage.pieces)
-                row = index["optimizer", "state", slot, flat.parts[0][0].key]
-                if tensors.dtypes[row].name != "float32":
-                    raise Unsupported(f"is {tensors.dtypes[row].name}, expected float32", where=tensors.fqns[row])
-                slots[slot] = PiecedStorage(flat.numel * 4, pieces)
-            found.append(_Buffer(flat.chunk, kinds.pop(), flat.numel, slots))
-        return found
-
-    def boxes(self, tensors: TensorTable) -> BoxTable:
-        """All boxes as columns."""
-        width = tensors.shape.shape[1]
-        return BoxTable(
-            np.array([row for row, _, _ in self.columns], dtype=np.int32),
-            pad_shapes([box.offsets for _, box, _ in self.columns], width, 0),
-            pad_shapes([box.sizes for _, box, _ in self.columns], width, 1),
-            np.array([rank for _, _, rank in self.columns], dtype=np.int32),
-        )
-
-
 def _legacy_root(root: Mapping[str, Any]) -> dict[str, Any]:
     """The common state as per-rank files have it: optimizers in a list, and nothing of distributed checkpoints."""
     kept = {key: value for key, value in root.items() if key != "content_metadata"}
     optimizer = kept.get("optimizer")
     if isinstance(optimizer, Mapping):
         parts = [optimizer[key] for key in sorted(optimizer)] if all(type(k) is int for k in optimizer) else [optimizer]
-        plain = [{key: value for key, value in part.items() if key != "param_state_sharding_type"} for part in parts]
+        plain = [_without_shared_step(part) for part in parts]
         kept["optimizer"] = plain if len(plain) > 1 else plain[0]
     args = kept["args"]
     known = {"ckpt_format": "torch", "use_dist_ckpt": False, "dist_ckpt_optim_fully_reshardable": False}
@@ -272,42 +195,133 @@ def _legacy_root(root: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "args": copy}
 
 
-def _files(
-    folder: str,
-    rank: _Rank,
-    grid: TargetGrid,
-    tensors: TensorTable,
-    root: Mapping[str, Any],
-    states: Mapping[str, Any],
-    *,
-    is_fresh: bool,
-) -> Iterator[PiecedFile]:
-    """A rank's files."""
-    target = rank.target
-    place = f"{folder}/{rank_folder(target.tensor_rank, target.stage, target.expert_rank, pp=grid.pp, ep=grid.ep)}"
-    held: list[PiecedStorage] = []
-    models: dict[str, Any] = {}
-    dtypes = {str(path[1]): row for row, path in enumerate(tensors.paths or ()) if path[0] == "model"}
-    for number, chunk in enumerate(rank.chunks):
-        own = OrderedMap()
-        for one, storage in chunk:
-            own[one.name] = fresh_tensor(len(held), tensors.dtypes[dtypes[one.key]], one.shape)
+def _without_shared_step(part: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's entry without the tensor that all parameters share, as each has its own here."""
+    kept = {key: value for key, value in part.items() if key != "param_state_sharding_type"}
+    inner = inner_optimizer(kept)
+    state = inner.get("state")
+    if isinstance(state, Mapping) and isinstance(state.get(COMMON_STEP), TensorRef):
+        fewer = {**inner, "state": {key: value for key, value in state.items() if key != COMMON_STEP}}
+        return fewer if inner is kept else {**kept, "optimizer": fewer}
+    return kept
+
+
+@dataclass(frozen=True)
+class _RandomStates:
+    """The random states that ranks get."""
+
+    request: WriteRequest
+    is_fresh: bool
+
+    @cached_property
+    def saved(self) -> SavedStates:
+        """Those of the source's per-rank files."""
+        return SavedStates.of(self.request.tensors, self.request.blobs)
+
+    @cached_property
+    def objects(self) -> Mapping[str, Blob]:
+        """Those of a distributed checkpoint."""
+        return {blob.fqn: blob for blob in self.request.blobs if shard_grid(blob.fqn) is not None}
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there are any."""
+        return self.is_fresh or bool(self.saved.values or self.objects)
+
+    def of(self, rank: Rank, grid: TargetGrid, args: Stub, held: list[PiecedStorage]) -> Any:
+        """A rank's state, whose storages are appended to ``held``; None without one."""
+        target = rank.target
+        if self.is_fresh:
+            value, payloads = fresh_random_states(
+                args, grid, target.stage, target.tensor_rank, target.expert_rank, first_key=len(held)
+            )
+            held += [PiecedStorage(len(payload), data=payload) for payload in payloads]
+            return value
+        if rank.random_number is not None:
+            return _taken_over(self.saved.value(rank.random_number), enumerate(rank.random), held)
+        blob = self.objects.get(f"{RNG}/shard_{target.stage}.{target.tensor_rank}_{grid.pp}.{grid.tp}")
+        return None if blob is None else _of_object(blob, self.request.blob_bytes, held)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the files of all ranks are made of."""
+
+    folder: str
+    grid: TargetGrid
+    request: WriteRequest
+    root: Mapping[str, Any]
+    common_rows: tuple[int, ...]
+    """Rows of the request that fill the storages of ``root``, by number."""
+    objects: Mapping[str, Blob]
+    """Modules' extra states, by key."""
+    random: _RandomStates
+
+    def files(self, rank: Rank) -> Iterator[PiecedFile]:
+        """A rank's files."""
+        target, grid, tensors = rank.target, self.grid, self.request.tensors
+        name = rank_folder(target.tensor_rank, target.stage, target.expert_rank, pp=grid.pp, ep=grid.ep)
+        held: list[PiecedStorage] = []
+        models: dict[str, Any] = {}
+        dtypes = {str(path[1]): row for row, path in enumerate(tensors.paths or ()) if path[0] == "model"}
+        for number, chunk in enumerate(rank.chunks):
+            own = OrderedMap()
+            for one, storage in chunk:
+                own[one.name] = fresh_tensor(len(held), tensors.dtypes[dtypes[one.key]], one.shape)
+                held.append(storage)
+                own.update(self._extra_states(one, rank, held))
+            models["model" if len(rank.chunks) == 1 else f"model{number}"] = own
+        first = {key: self.root[key] for key in _COMMON if key in self.root}
+        rest = {key: value for key, value in self.root.items() if key not in first}
+        shared = [(number, rank.common[row]) for number, row in enumerate(self.common_rows) if row in rank.common]
+        rest = _taken_over(rest, shared, held)
+        if rank.states:
+            entry = rest.get("optimizer")
+            rest["optimizer"] = with_states(entry, rank.states, tensors, held, is_apart=isinstance(entry, list))
+        state = self.random.of(rank, grid, self.root["args"], held)
+        if state is not None:
+            rest["rng_state"] = state
+        place = f"{self.folder}/{name}"
+        yield PiecedFile.of(f"{place}/{MODEL_FILE}", {**first, **models, **rest}, held)
+        if any(optimizer is not None for optimizer in rank.optimizers):
+            yield _optimizer_file(f"{place}/{OPTIMIZER_FILE}", rank.optimizers, self.root)
+
+    def _extra_states(self, one: Held, rank: Rank, held: list[PiecedStorage]) -> Iterator[tuple[str, Any]]:
+        """The extra state of the module whose weight this is, where there is one."""
+        if one.key == "output_layer.weight":
+            yield "output_layer._extra_state", None
+        key = one.extra_key
+        if key is None or not (key in self.objects or key in rank.extras):
+            return
+        name, _, number = one.name.rpartition(".weight")
+        name = f"{name}.{_STATE}" + (number if number.isdecimal() else "")
+        if key in rank.extras:
+            row, storage = rank.extras[key]
             held.append(storage)
-            own.update(_extra_states(one, states, tensors.shape_of(dtypes[one.key])))
-        models["model" if len(rank.chunks) == 1 else f"model{number}"] = own
-    first = {key: root[key] for key in _COMMON if key in root}
-    rest = {key: value for key, value in root.items() if key not in first}
-    if is_fresh:
-        rest["rng_state"], payloads = fresh_random_states(
-            root["args"], grid, target.stage, target.tensor_rank, target.expert_rank, first_key=len(held)
-        )
-        held += [PiecedStorage(len(payload), data=payload) for payload in payloads]
-    yield PiecedFile.of(f"{place}/{MODEL_FILE}", {**first, **models, **rest}, held)
-    if rank.optimizers:
-        yield _optimizer_file(f"{place}/{OPTIMIZER_FILE}", rank.optimizers, root)
+            tensors = self.request.tensors
+            yield name, fresh_tensor(len(held) - 1, tensors.dtypes[row], tensors.shape_of(row))
+        else:
+            yield name, _of_object(self.objects[key], self.request.blob_bytes, held)
 
 
-def _optimizer_file(path: str, optimizers: Sequence[list[_Buffer] | None], root: Mapping[str, Any]) -> PiecedFile:
+def _of_object(blob: Blob, original: Mapping[str, bytes], held: list[PiecedStorage]) -> Any:
+    """An object's value for a rank's file; payload of its tensors, from its own bytes, is appended to ``held``."""
+    if not storages(blob.value):
+        return blob.value
+    payloads = object_payloads(original[blob.fqn], blob.value, blob.fqn)
+    return _taken_over(blob.value, [(key, PiecedStorage(len(data), data=data)) for key, data in payloads], held)
+
+
+def _taken_over(value: Any, own: Iterable[tuple[int | str, PiecedStorage]], held: list[PiecedStorage]) -> Any:
+    """A value whose storages, by their keys in it, are appended to ``held``."""
+    keys: dict[str, str] = {}
+    for key, storage in own:
+        keys[str(key)] = str(len(held))
+        held.append(storage)
+    return with_storages(value, keys)
+
+
+def _optimizer_file(path: str, optimizers: Sequence[list[Buffer] | None], root: Mapping[str, Any]) -> PiecedFile:
     held: list[PiecedStorage] = []
     values: list[Any] = []
     is_wide = root["args"].attribute("accumulate_allreduce_grads_in_fp32") is not False
@@ -325,18 +339,3 @@ def _optimizer_file(path: str, optimizers: Sequence[list[_Buffer] | None], root:
             value[number] = {(dtype(buffer.weights), gradients): {**slots, "numel_unpadded": buffer.numel}}
         values.append(value)
     return PiecedFile.of(path, values if len(values) > 1 else values[0], held)
-
-
-def _extra_states(held: Held, states: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """The extra state of the module whose weight this is, where there is one."""
-    if held.key == "output_layer.weight":
-        yield "output_layer._extra_state", None
-    module, is_weight, _ = held.key.rpartition(".weight")
-    if not is_weight:
-        return
-    lead = held.boxes[0].offsets[: len(shape) - len(held.shape)] or (0,)
-    whole = shape[: len(shape) - len(held.shape)] or (1,)
-    key = f"{module}.{_STATE}/shard_{'.'.join(map(str, lead))}_{'.'.join(map(str, whole))}"
-    if key in states:
-        name, _, number = held.name.rpartition(".weight")
-        yield (f"{name}.{_STATE}" + (number if number.isdecimal() else ""), states[key])

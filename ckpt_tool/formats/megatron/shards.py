@@ -78,6 +78,11 @@ class Shards:
             raise LayoutError(f"experts' weights are of {sorted(counts)} experts, the run had {stated}")
         return counts.pop() if counts else 0
 
+    @cached_property
+    def predicts_ahead(self) -> bool:
+        """Whether there are layers for multi-token prediction, whose stage has a copy of the embedding."""
+        return any(key.startswith("mtp.") for key in self.keys)
+
     def stage_of(self, group: int, *, experts: bool) -> int:
         """Pipeline stage of a group of the optimizer's keys.
 
@@ -124,7 +129,7 @@ class Shards:
         kept = [
             parameter
             for parameter in parameters
-            if (ep == 1 or parameter.is_expert == experts)
+            if (not facts.parts_experts or parameter.is_expert == experts)
             and tensors.dtypes[tensors.index[parameter.key]].name == dtype
         ]
         return [
@@ -175,8 +180,8 @@ class Shards:
 
     def is_apart(self, local: Local) -> bool:
         """Whether the parameter has a bucket of its own: an embedding that the first and the last stage share."""
-        is_shared = self.facts.untie_embeddings_and_output_weights is False and (self.facts.pp or 1) > 1
-        return is_shared and local.key == "embedding.word_embeddings.weight"
+        has_copy = self.facts.untie_embeddings_and_output_weights is False or self.predicts_ahead
+        return has_copy and (self.facts.pp or 1) > 1 and local.key == "embedding.word_embeddings.weight"
 
 
 def segments(held: Sequence[tuple[Local, int]]) -> list[Segment]:

@@ -20,7 +20,10 @@ from ckpt_tool.formats.megatron.target_grid import TargetGrid
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 
-__all__ = ["target_boxes", "weight_key"]
+__all__ = ["EXTRA_STATE", "target_boxes", "weight_key"]
+
+EXTRA_STATE = "._extra_state/shard_"
+"""In the key of a module's state (Transformer Engine's, for FP8), which is an object and no weight."""
 
 _EXPERTS = "mlp.experts.experts."
 _HALF = re.compile(r"_[wv]$")
@@ -57,6 +60,8 @@ def target_boxes(
     for row in range(len(tensors)):
         shape = tensors.shape_of(row)
         key = None if tensors.paths is None else weight_key(tensors.paths[row])
+        if key is not None and EXTRA_STATE in key:
+            key = None
         parts = [1] * len(shape) if key is None else _parts(key, shape, grid, args, rules, halves_apart=halves_apart)
         offsets, sizes = _cut(shape, parts)
         padding = ((0, 0), (0, width - len(shape)))

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.nodes import Global, Stub
+from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import blob_entry, fresh_tensor
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.megatron.target_boxes import weight_key
 from ckpt_tool.formats.megatron.target_dialect import Dialect, dialect_of
 from ckpt_tool.formats.megatron.target_grid import TargetGrid, target_args
-from ckpt_tool.formats.megatron.target_optimizer import combined, parts_of
-from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.formats.megatron.target_optimizer import BUCKET_FACTS, SHARDED_PART, combined, parts_of
+from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.records import dataclass
 
-__all__ = ["TargetCommon", "is_common", "is_distributed", "target_common"]
+__all__ = ["COMMON_STEP", "TargetCommon", "is_common", "is_distributed", "parts_of_ranks", "target_common"]
+
+COMMON_STEP = "common_step"
+"""In the state of an optimizer that is not the distributed one: the step that its parameters share."""
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OF_RANKS = ("rng_state", "rerun_state_machine", "rerun_state_machine_state")
+_FACTS_OF_PARAMETERS = ("optimizer", "param_state")
+"""Each parameter's step, which mcore up to 0.14 has besides the groups'."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,25 @@ def is_common(fqn: str, path: KeyPath) -> bool:
 def is_distributed(info: Mapping[str, Any]) -> bool:
     """Whether the optimizer is the distributed one, by what the reader says of its form."""
     return info.get("optimizer_form") != "not distributed"
+
+
+def parts_of_ranks(
+    named: Sequence[tuple[str, KeyPath]], blobs: Sequence[Blob], *, has_one_optimizer: bool
+) -> Iterator[tuple[str, str]]:
+    """What describes the source's ranks, with the reason to leave it out; random states apart."""
+    for fqn, path in named:
+        if path[:2] == _FACTS_OF_PARAMETERS:
+            yield fqn, "a parameter's own step; the groups of the optimizer have it"
+        elif has_one_optimizer and is_common(fqn, path) and path[0] == "optimizer" and type(path[1]) is int and path[1]:
+            yield fqn, "of the experts' optimizer; without expert parallelism there is one optimizer"
+    for blob in blobs:
+        match = SHARDED_PART.fullmatch(blob.fqn)
+        if match is not None and match["name"] in BUCKET_FACTS:
+            yield blob.fqn, "describes the buckets of the source's ranks; the target has none"
+        elif match is not None and storages(blob.value):
+            yield blob.fqn, "has tensors inside, which the common state cannot take over; Megatron starts it afresh"
+        elif blob.fqn.startswith("rerun_state_machine"):
+            yield blob.fqn, "the rerun state machine's, which Megatron ignores on another number of ranks"
 
 
 def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, iteration: int) -> TargetCommon:
@@ -69,8 +94,8 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
         flags["no_save_rng"] = True
         notes.append("args.no_save_rng is set: no random states are written, and Megatron starts them afresh")
     tp_before = args.attribute("tensor_model_parallel_size")
-    if _has_experts(paths) and grid.tp != tp_before:
-        size = grid.expert_tensor_size(args.state)
+    size = grid.expert_tensor_size(args.state)
+    if _has_experts(paths) and (grid.tp != tp_before or size != grid.tp):
         notes.append(f"experts are written for {size:,} tensor-parallel ranks (args.expert_tensor_parallel_size)")
     parts = parts_of(root.pop("optimizer", None), request.blobs)
     slots = {path[2] for path in paths if len(path) == 4 and weight_key(path) is not None}

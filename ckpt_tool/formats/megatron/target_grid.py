@@ -29,16 +29,23 @@ class TargetGrid:
     vpp: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    etp: int | None = None
+    """Tensor-parallel ranks of experts, where that was said."""
 
     @classmethod
     def of(cls, mesh: Mapping[str, int]) -> TargetGrid:
         """The grid of a mesh; every axis besides ``tp``, ``pp`` and ``cp`` holds data-parallel ranks.
 
+        With ``etp``, experts' ranks are another grid over the same ranks: ``ep`` is then no axis beside the others.
+
         >>> TargetGrid.of({"pp": 2, "edp": 2, "ep": 2, "tp": 4}).data_parallel_size
+        4
+        >>> TargetGrid.of({"tp": 2, "dp": 2, "ep": 4, "etp": 1}).world_size
         4
         """
         sizes = {axis: mesh.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")}
-        return cls(**sizes, world_size=prod(mesh.values()))
+        axes = {axis: size for axis, size in mesh.items() if "etp" not in mesh or axis not in ("ep", "etp")}
+        return cls(**sizes, world_size=prod(axes.values()), etp=mesh.get("etp"))
 
     @classmethod
     def of_request(cls, request: WriteRequest) -> TargetGrid:
@@ -46,10 +53,11 @@ class TargetGrid:
         return cls.of(dict(zip(request.mesh_axes, request.mesh_sizes, strict=True))).with_options(request.options)
 
     def with_options(self, options: WriterOptions) -> TargetGrid:
-        """The grid with virtual and uneven stages."""
+        """The grid with virtual and uneven stages, and with experts' own."""
+        ep, etp = options.expert_grid or (self.ep, self.etp)
         return replace(
             self, vpp=options.vpp, first_stage_layers=options.first_stage_layers,
-            last_stage_layers=options.last_stage_layers,
+            last_stage_layers=options.last_stage_layers, ep=ep, etp=etp,
         )  # fmt: skip
 
     @property
@@ -62,6 +70,8 @@ class TargetGrid:
 
         ``args`` are the source's.
         """
+        if self.etp is not None:
+            return self.etp
         stated = args.get("expert_tensor_parallel_size")
         follows = type(stated) is not int or stated == args.get("tensor_model_parallel_size")
         return self.tp if follows else stated or self.tp
@@ -90,7 +100,9 @@ def target_args(args: Stub, grid: TargetGrid, **flags: Any) -> Stub:
 
 
 def _sizes(grid: TargetGrid) -> dict[str, Any]:
+    sizes = {} if grid.etp is None else {"expert_tensor_parallel_size": grid.etp}
     return {
+        **sizes,
         "tensor_model_parallel_size": grid.tp,
         "pipeline_model_parallel_size": grid.pp,
         "virtual_pipeline_model_parallel_size": grid.vpp if grid.vpp > 1 else None,
@@ -122,6 +134,6 @@ def _others(known: Mapping[str, Any], grid: TargetGrid) -> dict[str, Any]:
     # Megatron's own default: experts are cut as the rest is.
     for name in ("expert_tensor_parallel_size", "tensor_parallel_num_weight_shards",
                  "expert_tensor_parallel_num_weight_shards"):  # fmt: skip
-        if known.get(name) == tp_before:
+        if known.get(name) == tp_before and (grid.etp is None or not name.startswith("expert")):
             values[name] = grid.tp
     return values

@@ -1,11 +1,10 @@
-"""Objects in pieces of a checkpoint that is being written: extra states of modules, random states of ranks.
+"""Objects in pieces of a checkpoint that is being written: extra states of modules, and how any is put into an item.
 
 An object is an item that holds a list with the object in it, under ``<key>/shard_<offsets>_<shape>``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,24 +15,17 @@ from ckpt_tool.formats._dcp.objects import reader_of
 from ckpt_tool.formats._dcp.written_items import object_item
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.load import load_pickle
-from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.formats._pickle.walk import storages
-from ckpt_tool.formats._torch_file.nested import nest
-from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, fresh_tensor
+from ckpt_tool.formats._torch_file.written import WrittenFile, fresh_tensor
 from ckpt_tool.formats._zip.directory import read_directory, read_member
 from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
 from ckpt_tool.formats.base import WriteRequest
-from ckpt_tool.formats.megatron.fresh_rng import fresh_random_states
-from ckpt_tool.formats.megatron.target_grid import TargetGrid
-from ckpt_tool.manifest.model import Blob, KeyPath
+from ckpt_tool.formats.megatron.target_boxes import EXTRA_STATE
+from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
 
-__all__ = ["RNG", "TargetObject", "emitted_states", "extra_objects", "is_rng", "random_states", "rank_of", "shard_grid"]
-
-RNG = "rng_state"
-_SHARD = re.compile(r"rng_state/shard_(\d+)\.(\d+)_(\d+)\.(\d+)")
-_RANK = re.compile(r"@rank(\d+)$")
+__all__ = ["TargetObject", "extra_objects", "filled", "kept_item", "object_payloads", "written_object"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,77 +37,16 @@ class TargetObject:
     file: WrittenFile | None = None
 
 
-def is_rng(fqn: str, path: KeyPath) -> bool:
-    """Whether a tensor or object is (part of) a random state."""
-    return fqn.startswith(f"{RNG}/") or (len(path) > 1 and path[0] == RNG)
-
-
-def shard_grid(fqn: str) -> tuple[int, int] | None:
-    """Stages and tensor-parallel ranks of the run that an object in pieces of random states is of.
-
-    >>> shard_grid("rng_state/shard_0.1_2.4")
-    (2, 4)
-    """
-    match = _SHARD.fullmatch(fqn)
-    return None if match is None else (int(match[3]), int(match[4]))
-
-
-def rank_of(fqn: str) -> int:
-    """The rank that a tensor of a rank's file is named for; 0 where there is one rank only."""
-    match = _RANK.search(fqn)
-    return 0 if match is None else int(match[1])
-
-
-def extra_objects(request: WriteRequest) -> Iterator[TargetObject]:
-    """Extra states, and random states that are objects in pieces already: original bytes where they are at hand."""
+def extra_objects(request: WriteRequest) -> Iterator[tuple[TargetObject, tuple[int, ...]]]:
+    """Extra states, original bytes where they are at hand, and the tensors of the request that are in them."""
     for blob in request.blobs:
         if blob.path[:1] == ("model",):
-            yield TargetObject(str(blob.path[1]), _item(blob, request.blob_bytes))
-        elif shard_grid(blob.fqn) is not None:
-            yield TargetObject(blob.fqn, _item(blob, request.blob_bytes))
-
-
-def random_states(request: WriteRequest, grid: TargetGrid) -> Iterator[tuple[TargetObject, tuple[int, ...]]]:
-    """Random states of per-rank files as objects in pieces, with the tensors of the request that are in them.
-
-    Ranks are numbered as `rank_files.Grid` does; of expert-parallel ranks the first counts, as in Megatron.
-    """
+            yield TargetObject(str(blob.path[1]), kept_item(blob, request.blob_bytes)), ()
     tensors = request.tensors
-    paths = [(fqn,) for fqn in tensors.fqns] if tensors.paths is None else tensors.paths
-    values: dict[int, list[tuple[KeyPath, Any]]] = {}
-    rows: dict[int, list[int]] = {}
-    for row, path in enumerate(paths):
-        if is_rng(tensors.fqns[row], path):
-            rank = rank_of(tensors.fqns[row])
-            own = rows.setdefault(rank, [])
-            tensor = fresh_tensor(len(own), tensors.dtypes[row], tensors.shape_of(row))
-            values.setdefault(rank, []).append(((*path[:-1], _RANK.sub("", str(path[-1]))), tensor))
-            own.append(row)
-    for blob in request.blobs:
-        if is_rng(blob.fqn, blob.path) and shard_grid(blob.fqn) is None:
-            values.setdefault(blob.rank or 0, []).append(blob_entry(blob))
-    before = request.info.get("args", {}).get("expert_model_parallel_size") or 1
-    for stage in range(grid.pp):
-        for tensor_rank in range(grid.tp):
-            rank = stage * before * grid.tp + tensor_rank
-            if rank in values:
-                root = [nest(values[rank])[RNG]]
-                taken = tuple(rows.get(rank, ()))
-                key = f"{RNG}/shard_{stage}.{tensor_rank}_{grid.pp}.{grid.tp}"
-                yield written_object(key, root, tensors, taken), taken
-
-
-def emitted_states(args: Stub, grid: TargetGrid) -> Iterator[TargetObject]:
-    """Random states of every stage and tensor-parallel rank, as at the start of a run.
-
-    Raises:
-        LayoutError: the arguments do not tell the seed.
-    """
-    for stage in range(grid.pp):
-        for tensor_rank in range(grid.tp):
-            states, payloads = fresh_random_states(args, grid, stage, tensor_rank)
-            layout = ZipLayout(torch_members(dump_pickle([states]), [len(payload) for payload in payloads]))
-            yield TargetObject(f"{RNG}/shard_{stage}.{tensor_rank}_{grid.pp}.{grid.tp}", _filled(layout, payloads))
+    for row, path in enumerate(tensors.paths or ()):
+        if path[0] == "model" and EXTRA_STATE in str(path[1]):
+            value = fresh_tensor(0, tensors.dtypes[row], tensors.shape_of(row))
+            yield written_object(str(path[1]), [value], tensors, (row,)), (row,)
 
 
 def written_object(key: str, root: Any, tensors: TensorTable, rows: Sequence[int]) -> TargetObject:
@@ -125,12 +56,28 @@ def written_object(key: str, root: Any, tensors: TensorTable, rows: Sequence[int
     return TargetObject(key, file=WrittenFile.of("", root, nbytes, payloads))
 
 
-def _item(blob: Blob, original: Mapping[str, bytes]) -> bytes:
-    """The whole item of an object."""
+def kept_item(blob: Blob, original: Mapping[str, bytes]) -> bytes:
+    """The whole item of an object: its own bytes where these are in ``original``, by fqn."""
     data = original.get(blob.fqn)
     if data is None:
         return object_item(replace(blob, value=[blob.value]), None)
     return _wrapped(data, blob)
+
+
+def object_payloads(data: bytes, value: Any, where: str) -> list[tuple[str, bytes]]:
+    """Key and bytes of each storage of ``value``, which is in the torch file ``data``, by key.
+
+    Raises:
+        FormatError: a storage is missing there.
+    """
+    read = reader_of(data)
+    directory = read_directory(read, len(data), where=where)
+    held = sorted(storages(value), key=lambda storage: int(storage.key))
+    found = [(storage.key, directory.record(f"data/{storage.key}")) for storage in held]
+    absent = [key for key, member in found if member is None]
+    if absent:
+        raise FormatError(f"the zip has no data/{absent[0]}, which the object refers to", where=where)
+    return [(key, read_member(read, member, where=where)) for key, member in found if member is not None]
 
 
 def _wrapped(data: bytes, blob: Blob) -> bytes:
@@ -147,16 +94,14 @@ def _wrapped(data: bytes, blob: Blob) -> bytes:
     root = load_pickle(read_member(read, member, where=blob.fqn), where=blob.fqn)
     if isinstance(root, list) and len(root) == 1 and type(root[0]) is type(blob.value):
         return data
-    held = sorted(storages(root), key=lambda storage: int(storage.key))
-    found = [directory.record(f"data/{storage.key}") for storage in held]
-    payloads = [read_member(read, one, where=blob.fqn) for one in found if one is not None]
-    if len(payloads) != len(held) or [int(storage.key) for storage in held] != list(range(len(held))):
-        raise FormatError("storages of the object are missing in its file", where=blob.fqn)
-    layout = ZipLayout(torch_members(dump_pickle([root]), [len(payload) for payload in payloads]))
-    return _filled(layout, payloads)
+    held = object_payloads(data, root, blob.fqn)
+    if [int(key) for key, _ in held] != list(range(len(held))):
+        raise FormatError("storages of the object are not numbered from 0 on", where=blob.fqn)
+    layout = ZipLayout(torch_members(dump_pickle([root]), [len(payload) for _, payload in held]))
+    return filled(layout, [payload for _, payload in held])
 
 
-def _filled(layout: ZipLayout, payloads: Sequence[bytes]) -> bytes:
+def filled(layout: ZipLayout, payloads: Sequence[bytes]) -> bytes:
     """A whole torch file."""
     item = bytearray(layout.nbytes)
     for offset, data in (*layout.heads, *layout.tail([crc32(payload) for payload in payloads])):

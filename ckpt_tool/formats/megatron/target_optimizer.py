@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ckpt_tool.formats.megatron.parameter_groups import EXPERTS, own_groups
 from ckpt_tool.manifest.model import Blob
 
 __all__ = ["BUCKET_FACTS", "SHARDED_PART", "combined", "groups_of", "parts_of"]
@@ -26,7 +27,6 @@ _IDENTIFIERS = (
     "max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "pre_wd_mult", "optimizer", "lr_mult", "pre_lr_mult",
     "is_decoupled_lr", "default_config",
 )  # fmt: skip
-_EXPERTS = "is_expert_parallel"
 
 
 def parts_of(entry: Any, blobs: Iterable[Blob]) -> list[dict[str, Any]]:
@@ -50,13 +50,13 @@ def parts_of(entry: Any, blobs: Iterable[Blob]) -> list[dict[str, Any]]:
         part = found.setdefault(int(match["outer"] or match["inner"] or 0), {})
         known = part.setdefault(match["name"], blob.value)
         if known is not blob.value and match["name"] == "optimizer":
-            part["optimizer"] = {**known, "param_groups": _united([*_groups(known), *_groups(blob.value)])}
+            part["optimizer"] = {**known, "param_groups": _united([*own_groups(known), *own_groups(blob.value)])}
     return [found[number] for number in sorted(found)]
 
 
 def groups_of(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups of all optimizers, from `parts_of`."""
-    return [group for part in parts for group in _groups(_inner(part))]
+    return [dict(group) for part in parts for group in own_groups(part)]
 
 
 def combined(parts: Sequence[Mapping[str, Any]], *, is_distributed: bool, has_expert_optimizer: bool) -> Any:
@@ -69,11 +69,11 @@ def combined(parts: Sequence[Mapping[str, Any]], *, is_distributed: bool, has_ex
     """
     groups = groups_of(parts)
     if not has_expert_optimizer:
-        return _part(parts[0], _united([{**group, _EXPERTS: False} for group in groups]), is_distributed)
-    dense = [group for group in groups if not group.get(_EXPERTS)]
-    experts = [group for group in groups if group.get(_EXPERTS)]
+        return _part(parts[0], _united([{**group, EXPERTS: False} for group in groups]), is_distributed)
+    dense = [group for group in groups if not group.get(EXPERTS)]
+    experts = [group for group in groups if group.get(EXPERTS)]
     # One optimizer for all has no groups of experts: they are in those of the rest.
-    experts = experts or [{**group, _EXPERTS: True} for group in dense]
+    experts = experts or [{**group, EXPERTS: True} for group in dense]
     return {0: _part(parts[0], dense, is_distributed), 1: _part(parts[-1], experts, is_distributed)}
 
 
@@ -89,20 +89,9 @@ def _part(part: Mapping[str, Any], groups: list[dict[str, Any]], is_distributed:
     return kept
 
 
-def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Torch's own entry, out of the mixed-precision wrapper's."""
-    inner = part.get("optimizer", part)
-    return inner if isinstance(inner, Mapping) else {}
-
-
-def _groups(inner: Mapping[str, Any]) -> list[dict[str, Any]]:
-    groups = inner.get("param_groups")
-    return [dict(group) for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
-
-
-def _united(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _united(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The first of each group that Megatron would tell apart."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
-        found.setdefault(tuple(repr(group.get(name)) for name in (*_IDENTIFIERS, _EXPERTS)), group)
+        found.setdefault(tuple(repr(group.get(name)) for name in (*_IDENTIFIERS, EXPERTS)), dict(group))
     return list(found.values())

@@ -206,17 +206,25 @@ def legacy_files(run: Run, *, shares_storage: bool = True, with_optimizer: bool 
 
 def live_name(run: Run, part: Part, stage: int, chunk: int) -> str:
     """What the module calls a parameter."""
+    if part.key.startswith("mtp."):
+        *front, rest = part.key.partition("transformer_layer.")
+        return f"{front[0]}{'mtp_model_layer.' if rest else ''}{in_layer(run, part, rest)}"
     if not part.key.startswith("decoder.layers."):
-        is_copy = part.key == "embedding.word_embeddings.weight" and (stage, chunk) != (0, 0)
+        is_copy = part.key == "embedding.word_embeddings.weight" and (stage, chunk) != (0, 0) and run.is_tied
         return "output_layer.weight" if is_copy else part.key
     rest = part.key.removeprefix("decoder.layers.")
     number = part.lead[0] if not run.n_dense else int(rest.partition(".")[0])
     rest = rest if not run.n_dense else rest.partition(".")[2]
     layer = run.layers[stage][chunk].index(number)
+    return f"decoder.layers.{layer}.{in_layer(run, part, rest)}"
+
+
+def in_layer(run: Run, part: Part, rest: str) -> str:
+    """What the module of a layer calls a parameter."""
     if part.is_expert:
         expert = part.lead[-1] % (run.n_experts // run.ep)
         rest = rest.replace("experts.experts.", f"experts.local_experts.{expert}.")
-    return f"decoder.layers.{layer}.{LOCAL_NAMES.get(rest, rest) if run.order == 'local' else rest}"
+    return LOCAL_NAMES.get(rest, rest) if run.order == "local" else rest
 
 
 def saved(value: Any) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,8 @@ class Run:
     order: str = "local"
     is_tied: bool = False
     n_experts: int = 0
+    n_predicting: int = 0
+    """Layers for multi-token prediction, on the last stage, which then has a copy of the embedding."""
     n_dense: int = 0
     """First layers that have no experts where the others have; keys are then per layer."""
     bucket_numel: int | None = None
@@ -127,6 +130,10 @@ class Run:
                 experts = (self.n_experts,) if "experts.experts" in rest else ()
                 shapes[self.key(layer, rest)] = (*stacked, *experts, *shape)
         shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
+        for number in range(self.n_predicting):
+            for rest, shape, _ in self.predicting_weights():
+                experts = (self.n_experts,) if "experts.experts" in rest else ()
+                shapes[f"mtp.layers.{number}.{rest}"] = (*experts, *shape)
         if not self.is_tied:
             shapes["output_layer.weight"] = (VOCAB, HIDDEN)
         return shapes
@@ -143,6 +150,24 @@ class Run:
         router = ("mlp.router.weight", (self.n_experts, HIDDEN), "whole")
         return [*norms, router, *((r.replace("mlp.", "mlp.experts.experts."), shape, cut_) for r, shape, cut_ in MLP)]
 
+    def predicting_weights(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The same of a layer for multi-token prediction."""
+        inner = [(f"transformer_layer.{rest}", shape, kind) for rest, shape, kind in self.layer_weights(self.n_layers)]
+        norms = [(f"{name}.weight", (HIDDEN,), "whole") for name in ("enorm", "hnorm", "final_layernorm")]
+        return [*norms[:2], ("eh_proj.weight", (HIDDEN, 2 * HIDDEN), "column"), *inner, norms[2]]
+
+    def predicting_parts(self, expert_rank: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """Key, expert and cut of what one rank holds of these layers, in order of registration."""
+        own = self.n_experts // self.ep
+        for number in range(self.n_predicting):
+            for rest, _, kind in self.predicting_weights():
+                if "experts.experts" not in rest:
+                    yield f"mtp.layers.{number}.{rest}", (), kind
+                elif rest.endswith("linear_fc1.weight"):
+                    for expert in range(expert_rank * own, (expert_rank + 1) * own):
+                        yield f"mtp.layers.{number}.{rest}", (expert,), "gated"
+                        yield f"mtp.layers.{number}.{rest.replace('fc1', 'fc2')}", (expert,), "row"
+
     def parts(self, stage: int, chunk: int, expert_rank: int, tensor_rank: int) -> list[Part]:
         """What one rank holds of a model chunk, in order of registration."""
         found = []
@@ -150,7 +175,8 @@ class Run:
         def add(key: str, lead: tuple[int, ...], kind: str) -> None:
             found.append(Part(key, lead, kind, tensor_rank, self.tp))
 
-        if stage == chunk == 0:
+        is_last = stage == self.pp - 1 and chunk == self.vpp - 1
+        if stage == chunk == 0 or (is_last and self.n_predicting):
             add("embedding.word_embeddings.weight", (), "column")
         for layer in self.layers[stage][chunk]:
             lead = () if self.n_dense else (layer,)
@@ -163,8 +189,10 @@ class Run:
             for expert in range(expert_rank * own, (expert_rank + 1) * own):
                 for rest, _, kind in experts:
                     add(self.key(layer, rest), (*lead, expert), kind)
-        if stage == self.pp - 1 and chunk == self.vpp - 1:
+        if is_last:
             add("decoder.final_layernorm.weight", (), "whole")
+            for predicting in self.predicting_parts(expert_rank):
+                add(*predicting)
             if not self.is_tied:
                 add("output_layer.weight", (), "column")
             elif self.pp > 1:
@@ -173,7 +201,9 @@ class Run:
 
     def is_apart(self, part: Part) -> bool:
         """Whether the parameter has a bucket of its own."""
-        return self.is_tied and self.pp > 1 and part.key == "embedding.word_embeddings.weight"
+        return (
+            (self.is_tied or self.n_predicting > 0) and self.pp > 1 and part.key == "embedding.word_embeddings.weight"
+        )
 
     def values(self, slot: str, key: str) -> Array:
         """The global array of a slot of a weight; ``model`` for the weight."""
@@ -209,6 +239,7 @@ class Buffer:
         in_memory, in_bucket, numels = [], [], []
         for part, size in zip(parts[::-1], sizes[::-1], strict=True):
             if run.is_apart(part) and memory > opened:
+                memory = rounded_up(memory, 64)  # the bucket before it ends where it could have begun
                 numels.append(memory - opened)
                 memory = opened = rounded_up(memory, int(np.lcm(run.dp, 128)))
                 bucket += 1

@@ -83,6 +83,7 @@ def test_parameters_without_gaps_need_no_bucket_size() -> None:
 
 def test_shared_embeddings_have_buckets_of_their_own() -> None:
     """A parameter that is kept apart closes the bucket before it, and its own."""
-    assert coalesced_starts([100, 30, 50], 180, BucketEnds(1, None), apart=[1]) == [0, 100, 130]
+    assert coalesced_starts([100, 30, 50], 208, BucketEnds(1, None), apart=[1]) == [0, 128, 158]
+    assert starts_in_buckets([100, 30, 50], [128, 30, 50]) == [(0, 0), (1, 0), (2, 0)]
     with pytest.raises(AssertionError):
         assert coalesced_starts([100, 30, 50], 180, BucketEnds(1, None)) == [0, 100, 130]

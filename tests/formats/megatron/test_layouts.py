@@ -42,6 +42,8 @@ RUNS = {
     "pp2-vpp2-uneven": Run(dp=2, layers=VIRTUAL),
     "pp2-tied": Run(dp=2, layers=EVEN, is_tied=True),
     "tp2-pp2-tied-buckets": Run(tp=2, dp=1, layers=UNEVEN, is_tied=True, bucket_numel=400),
+    "pp2-predicting": Run(dp=2, layers=EVEN, n_predicting=1),
+    "experts-ep2-predicting-twice": Run(tp=2, dp=2, ep=2, n_experts=4, layers=UNEVEN, n_predicting=2),
     "experts-ep1": Run(dp=2, n_experts=4),
     "experts-ep2": Run(dp=2, ep=2, n_experts=4),
     "first-layer-dense-pp2": Run(tp=2, dp=2, ep=2, n_experts=4, n_dense=1, layers=UNEVEN),
@@ -360,10 +362,12 @@ def test_serialised_module_state_is_kept_by_layer() -> None:
         root["model"][name] = torch.full((3 + stage,), root["args"].rank, dtype=torch.uint8)
 
     _, tensors = tensors_of(RANKS, changed_model(run, change))
-    extra = {fqn: tensors.pop(fqn) for fqn in list(tensors) if fqn.endswith("_extra_state")}
+    extra = {fqn: tensors.pop(fqn) for fqn in list(tensors) if "_extra_state" in fqn}
     assert tensors == run.truth(slots=())
     assert extra == {
-        f"model.decoder.layers.{n}.mlp.linear_fc1._extra_state": Truth("uint8", (3 + n,), bytes([2 * n] * (3 + n)))
+        f"model.decoder.layers.mlp.linear_fc1._extra_state/shard_{n}_2": Truth(
+            "uint8", (3 + n,), bytes([2 * n] * (3 + n))
+        )
         for n in range(2)
     }
 

@@ -22,10 +22,11 @@ from tests.formats.megatron.places import (
     truth_from_seed,
 )
 
-RANDOM_STATES = ("rng_state.*", "optimizer.optimizer.state.common_step")
+RANDOM_STATES = ("rng_state.*", "optimizer.*.state.common_step")
 DENSE = truth_from_seed(dense_shapes(4, 112))
 DENSE_TP1 = truth_from_seed(dense_shapes(4, 104))
 EXPERTS = truth_from_seed(expert_shapes(2, 104, 4))
+EXPERTS_TP2 = truth_from_seed(expert_shapes(2, 112, 4))
 
 
 def case(name: str, truth: Callable[[], Mapping[str, Truth]], *, n_files: int) -> Case:
@@ -39,6 +40,8 @@ CASES = (
     case("legacy_uneven_p2", DENSE_TP1, n_files=4),
     case("legacy_moe_e2", EXPERTS, n_files=4),
     case("legacy_nodist_t2", DENSE, n_files=2),
+    case("legacy_etp1_t2e2", EXPERTS_TP2, n_files=4),
+    case("legacy_nodist_etp1_t2e2", EXPERTS_TP2, n_files=2),
     *(
         Case(folder.name, folder / "ckpt", extra_truth(folder), RANDOM_STATES, max_read_requests=200)
         for folder in extra_folders("ckpt/iter_*/mp_rank_*/model_optim_rng.pt")

@@ -39,6 +39,7 @@ DENSE = truth_from_seed(dense_shapes(4, 112))
 DENSE_TP1 = truth_from_seed(dense_shapes(4, 104))
 SINGLE = by_layer(truth_from_seed(dense_shapes(4, 128)))
 EXPERTS = truth_from_seed(expert_shapes(2, 104, 4))
+EXPERTS_TP2 = truth_from_seed(expert_shapes(2, 112, 4))
 TruthOf = Callable[[], Mapping[str, Truth]]
 Mesh = dict[str, int]
 
@@ -56,6 +57,8 @@ ROUND_TRIPS: tuple[tuple[str, TruthOf, Mesh], ...] = (
     ("td_dpzero_t2p2", DENSE, {"tp": 1, "pp": 4}),
     ("moe_seq_e2", EXPERTS, {}),
     ("moe_dpr_e2", EXPERTS, {"dp": 4, "ep": 4}),
+    ("dpr_etp1_t2e2", EXPERTS_TP2, {"tp": 2}),
+    ("legacy_nodist_etp1_t2e2", EXPERTS_TP2, {"tp": 4, "ep": 2, "etp": 2}),
     ("td_dpzero_moe_e2", EXPERTS, {"tp": 2}),
     ("old012_zarr_t2p1d1", DENSE, {"tp": 2}),
     ("legacy_t2p2", DENSE, {"tp": 2, "pp": 2}),
@@ -309,6 +312,7 @@ def test_writer_places_boxes_itself() -> None:
         ("legacy_moe_e2", {}, "--moe seq --layers 2"),
         ("moe_dpr_e2", {"dp": 4, "ep": 4}, "--moe seq --layers 2 --ep 4"),
         ("td_dpzero_moe_e2", {"tp": 2}, "--moe seq --layers 2 --tp 2 --etp 2 --zero-rows-from 104"),
+        ("dpr_etp1_t2e2", {"tp": 2, "ep": 2, "etp": 1}, "--moe seq --layers 2 --tp 2 --ep 2 --etp 1"),
     ],
 )
 def test_megatron_resumes(name: str, mesh: Mesh, run: str, launcher: Path, tmp_path: Path) -> None:
@@ -331,6 +335,9 @@ def test_megatron_resumes(name: str, mesh: Mesh, run: str, launcher: Path, tmp_p
         ("td_dpzero_t2p2", {"pp": 2, "vpp": 2}, "--pp 2 --vpp 1"),
         ("moe_seq_e2", {}, "--moe seq --layers 2"),
         ("moe_dpr_e2", {"dp": 4, "ep": 4}, "--moe seq --layers 2 --ep 4"),
+        ("td_nodist_t2", {}, "--nodistopt"),
+        ("legacy_nodist_etp1_t2e2", {"dp": 2, "ep": 2}, "--nodistopt --moe seq --layers 2 --ep 2"),
+        ("legacy_etp1_t2e2", {"tp": 2, "ep": 2, "etp": 1}, "--moe seq --layers 2 --tp 2 --ep 2 --etp 1"),
     ],
 )
 def test_megatron_resumes_from_per_rank_files(name: str, mesh: Mesh, run: str, launcher: Path, tmp_path: Path) -> None:
@@ -339,6 +346,20 @@ def test_megatron_resumes_from_per_rank_files(name: str, mesh: Mesh, run: str, l
     options: dict[str, Any] = {**mesh, "arguments": arguments, "durable": False}
     reshard(CHECKPOINTS / name / "ckpt", tmp_path / "out", to="megatron-legacy", **options)
     assert_loads(launcher, tmp_path / "out", mesh, f"{run} --fmt torch --extra=--no-load-rng")
+
+
+@pytest.mark.peer
+def test_megatron_goes_on_with_random_states_that_were_kept(launcher: Path, tmp_path: Path) -> None:
+    """Per-rank files of the same grid have the states of a distributed checkpoint: it loads them without complaint."""
+    reshard(
+        CHECKPOINTS / "td_nodist_t2/ckpt",
+        tmp_path / "out",
+        to="megatron-legacy",
+        tp=2,
+        rank_state="keep",
+        durable=False,
+    )
+    assert_loads(launcher, tmp_path / "out", {"tp": 2}, "--nodistopt --tp 2 --fmt torch")
 
 
 @pytest.mark.peer

@@ -1,0 +1,57 @@
+"""The mesh that a conversion is for, as its arguments say it: sizes of the known axes, or all axes in a text."""
+
+from __future__ import annotations
+
+from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
+
+__all__ = ["DATA_AXES", "data_size", "mesh_of"]
+
+DATA_AXES = frozenset({"dp", "edp", "dp_replicate", "dp_shard", "fsdp", "cp"})
+"""Axes whose ranks hold the same model-parallel part."""
+
+
+def mesh_of(
+    text: str | None, to: str, *, tp: int, pp: int, dp: int, ep: int, etp: int | None
+) -> tuple[Mesh, tuple[int, int] | None]:
+    """The mesh, and how experts are spread over its ranks where that is no axis: ``(ep, etp)``.
+
+    Args:
+        text: all axes in rank order, instead of the sizes.
+        to: name of the target format.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        dp: data-parallel ranks.
+        ep: expert-parallel ranks.
+        etp: tensor-parallel ranks of experts, for a target of Megatron; None for as many as of the rest.
+
+    Raises:
+        UsageError: sizes beside a text, or ``etp`` for another target than Megatron's.
+        LayoutError: the axes do not fit, or the ranks are no multiple of those that experts need.
+    """
+    if text is not None:
+        if (tp, pp, dp, ep, etp) != (1, 1, 1, 1, None):
+            raise UsageError(
+                "--mesh already names the sizes of all axes", hint="leave out --tp, --pp, --dp, --ep and --etp"
+            )
+        return parse_mesh(text), None
+    if etp is None:
+        return default_mesh(tp=tp, pp=pp, dp=dp, ep=ep), None
+    if not to.startswith("megatron"):
+        raise UsageError("experts of their own tensor-parallel size are Megatron's alone", hint="leave out --etp")
+    if tp * dp % (ep * etp):
+        raise LayoutError(
+            f"a stage has {tp * dp:,} ranks (tp={tp}, dp={dp}), experts need a multiple of {ep * etp:,} (ep={ep}, "
+            f"etp={etp})",
+            hint=f"use --dp {ep * etp}",
+        )
+    return default_mesh(tp=tp, pp=pp, dp=dp), (ep, etp)
+
+
+def data_size(mesh: Mesh) -> int:
+    """Number of data-parallel ranks: those that read different data."""
+    size = 1
+    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
+        if (axis in DATA_AXES and axis != "cp") or axis == "ep":
+            size *= n
+    return size
