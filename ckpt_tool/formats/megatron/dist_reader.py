@@ -25,6 +25,7 @@ from ckpt_tool.formats.megatron.gathered import add_gathered, gathered_group
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import named
 from ckpt_tool.formats.megatron.location import TRACKER, Location, locate, places_below, within
+from ckpt_tool.formats.megatron.run_config import facts_beside
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
@@ -73,7 +74,8 @@ class MegatronDistReader:
         metadata = load_metadata(inner.read_whole(METADATA_NAME), METADATA_NAME)
         tables = tabulate([metadata], inner.listing.sizes)
         common = read_common(inner, tables.blobs)
-        facts = common.facts
+        beside = facts_beside(source, location.folder)
+        facts = beside[0] if beside is not None and common.root.get("args") is None else common.facts
         ranks = int(tables.chunks.rank.max(initial=-1)) + 1
         world_size = facts.world_size or _world_size(facts, ranks)
         shapes = shapes_before(metadata.extra.get("mcore_data"))
@@ -91,8 +93,8 @@ class MegatronDistReader:
             files=with_folder(files, location.folder),
             blobs=tuple(blobs),
             mesh=facts.mesh(),
-            info=_info(location, common, found, world_size, sharded_config(inner)),
-            notes=tuple(_notes(location, common, found)),
+            info=_info(location, common, facts, found, world_size, sharded_config(inner)),
+            notes=tuple(_notes(location, common, found, None if beside is None else beside[1])),
         )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
@@ -175,18 +177,23 @@ def _renamed(blob: Blob, prefix: str, folder: str) -> Blob:
 
 
 def _info(
-    location: Location, common: Common, found: Named, world_size: int | None, config: Mapping[str, Any]
+    location: Location,
+    common: Common,
+    facts: Facts,
+    found: Named,
+    world_size: int | None,
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What is known beyond tensors."""
     known = {
-        "step": common.iteration,
+        "step": location.number if common.iteration is None else common.iteration,
         "world_size": world_size,
         "folder": location.folder or None,
         "optimizer_form": found.form,
         "sharding_type": common.sharding_type,
         "optimizer_undecoded": found.undecoded,
         "layer_stages": found.stages or None,
-        "args": common.facts.described() or None,
+        "args": facts.described() or None,
         "common_state": common.where or None,
         "key_prefix": found.prefix or None,
         "int_keyed_dicts": list(common.int_keyed) or None,
@@ -195,9 +202,12 @@ def _info(
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _notes(location: Location, common: Common, found: Named) -> Iterator[str]:
+def _notes(location: Location, common: Common, found: Named, beside: str | None) -> Iterator[str]:
     """What a person should know."""
     yield from location.notes
+    if beside is not None:
+        says = "tells the sizes of the run" if common.root.get("args") is None else "lies there too"
+        yield f"{beside} {says}"
     if found.prefix:
         yield f"keys begin with {found.prefix!r}, which is left out of names"
     yield from found.notes

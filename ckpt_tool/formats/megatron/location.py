@@ -38,6 +38,12 @@ class Location:
     notes: tuple[str, ...] = ()
     """Which iteration was taken, and what lies beside it."""
 
+    @property
+    def number(self) -> int | None:
+        """Of the iteration, by the name of its folder."""
+        match = _ITERATION.fullmatch(self.folder)
+        return None if match is None or match[1] is None else int(match[1])
+
 
 def iterations(paths: Iterable[str]) -> dict[str, list[str]]:
     """Folders of iterations and the files in each, relative to it; by number, ``release`` first.
