@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.formats.megatron.stages import chunk_layers
 from ckpt_tool.manifest.model import Manifest
 
 __all__ = ["run_facts"]
@@ -33,10 +35,9 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     args = args if isinstance(args, Mapping) else {}
     sizes = [f"{label} {args[name]}" for label, name in _SIZES if args.get(name)]
     yield "parallel", " ".join(sizes) if sizes else "not known: no args of the run were saved"
-    stages = info.get("layer_stages")
-    if stages:
-        text = "; ".join(f"stage {number}: {_ranges(layers)}" for number, layers in enumerate(stages))
-        yield "layers", text
+    layers = _layers(info.get("layer_stages") or [], args)
+    if layers:
+        yield "layers", layers
     experts = args.get("num_experts")
     if isinstance(experts, int) and experts:
         n_ranks = args.get("expert_model_parallel_size") or 1
@@ -45,6 +46,30 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "experts", f"{experts:,}; {'; '.join(owners)}"
     yield "optimizer", _optimizer(info)
     yield "reshards", _reshards(manifest)
+
+
+def _layers(stages: Sequence[Sequence[int]], args: Mapping[str, Any]) -> str:
+    """Which stage, and which of its model chunks, has which layers; empty where not even their number is known."""
+    n_layers, n_chunks = args.get("num_layers"), args.get("virtual_pipeline_model_parallel_size") or 1
+    if not stages and isinstance(n_layers, int) and args.get("pipeline_model_parallel_size") == 1:
+        stages = [range(n_layers)]
+    ahead = args.get("mtp_num_layers")
+    more = f"; {ahead} for multi-token prediction behind them" if isinstance(ahead, int) and ahead else ""
+    if stages:
+        return "; ".join(f"stage {number}: {_of_stage(own, n_chunks)}" for number, own in enumerate(stages)) + more
+    if not isinstance(n_layers, int):
+        return ""
+    return f"{n_layers:,}{more}; which stage has which is not known, as the ranks that saved them do not tell"
+
+
+def _of_stage(layers: Sequence[int], n_chunks: int) -> str:
+    try:
+        chunks = chunk_layers(layers, n_chunks)
+    except LayoutError:
+        chunks = [list(layers)]
+    if len(chunks) == 1:
+        return _ranges(layers)
+    return ", ".join(f"chunk {number}: {_ranges(own)}" for number, own in enumerate(chunks))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

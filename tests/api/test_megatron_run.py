@@ -18,7 +18,14 @@ from tests.formats.megatron.places import CHECKPOINTS
             "parallel": "TP 2 PP 2 EP 1 ETP 2 CP 1 DP 2", "layers": "stage 0: 0-1; stage 1: 2-3",
             "optimizer": "dp_reshardable",
         }),
-        ("legacy_vpp_p2v2", {"layers": "stage 0: 0, 2; stage 1: 1, 3", "optimizer": "distrib_optim"}),
+        ("legacy_vpp_p2v2", {
+            "layers": "stage 0: chunk 0: 0, chunk 1: 2; stage 1: chunk 0: 1, chunk 1: 3", "optimizer": "distrib_optim",
+        }),
+        ("old012_zarr_t2p1d1", {"layers": "stage 0: 0-3"}),
+        ("neg_noextra", {
+            "layers": "4; which stage has which is not known, as the ranks that saved them do not tell",
+        }),
+        ("legacy_etp1_t2e2", {"parallel": "TP 2 PP 1 EP 2 ETP 1 CP 1 DP 1", "optimizer": "distrib_optim"}),
         ("moe_dpr_e2", {"experts": "4; EP rank 0: 0-1; EP rank 1: 2-3"}),
         ("td_nodist_t2", {
             "optimizer": "not distributed",
