@@ -64,6 +64,7 @@ _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
     "bytecheckpoint": ("ckpt_tool.formats.bytecheckpoint.writer", "WRITER"),
+    "vescale": ("ckpt_tool.formats.bundle_writer", "WRITER"),
     "torch-checkpointing": ("ckpt_tool.formats.torch_checkpointing.writer", "WRITER"),
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),

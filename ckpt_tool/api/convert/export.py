@@ -43,7 +43,17 @@ __all__ = ["export", "prepare_export"]
 
 _HAS_CONFIG = frozenset({"safetensors"})
 _HOLDS_OBJECTS = frozenset(
-    {"dcp", "torch-save", "lightning", "rank-files", "torch-ranks", "bytecheckpoint", "torch-checkpointing", "orbax"}
+    {
+        "dcp",
+        "torch-save",
+        "lightning",
+        "rank-files",
+        "torch-ranks",
+        "bytecheckpoint",
+        "vescale",
+        "torch-checkpointing",
+        "orbax",
+    }
 )
 _WHOLE_ON_ONE_RANK = frozenset({"consolidated"})
 """Layouts of ranks that programs load as one file too."""

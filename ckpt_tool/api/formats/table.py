@@ -253,10 +253,18 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     ),
     "vescale": (
         "veScale: a DCP folder for the model, and one per pipeline stage (by its sources) for its optimizer",
-        read(
-            "veScale 0.0.1",
-            DP_and_TP="vescale/checkpoints.tar.xz!dp2_tp2/ckpt",
-            states_shared_by_ranks="vescale/checkpoints.tar.xz!dp3/ckpt",
+        (
+            *read(
+                "veScale 0.0.1",
+                DP_and_TP="vescale/checkpoints.tar.xz!dp2_tp2/ckpt",
+                states_shared_by_ranks="vescale/checkpoints.tar.xz!dp3/ckpt",
+            ),
+            Proof(
+                "writes for",
+                "veScale 0.0.1",
+                "vescale.checkpoint.load on other ranks, of one stage",
+                "tests/consumers/test_vescale.py",
+            ),
         ),
     ),
     "accelerate": (

@@ -100,9 +100,13 @@ class WrittenChunks:
 
 
 class MetadataPickle:
-    """A pickle in the making: its pieces, and the numbers under which values in it are remembered."""
+    """A pickle in the making: its pieces, and the numbers under which values in it are remembered.
 
-    def __init__(self) -> None:
+    ``properties`` are the module of ``TensorProperties``, and what its memory formats are called there.
+    """
+
+    def __init__(self, properties: tuple[str, str] = (_METADATA, "_MEM_FORMAT_ENCODING")) -> None:
+        self.properties = properties
         self._pieces: list[bytes | tuple[Rows, int, int]] = [b"\x80\x04"]
         self._known: dict[object, int] = {}
         self.nbytes = 2
@@ -224,9 +228,10 @@ def _properties(pickle: MetadataPickle, dtype: DType) -> bytes:
     if found is not None:
         return found
     layout = pickle.name("torch.serialization", "_get_layout") + text_piece("torch.strided") + _TUPLE1 + _REDUCE
-    memory_format = pickle.name(_METADATA, "_MEM_FORMAT_ENCODING") + integer_piece(0) + _TUPLE1 + _REDUCE
+    module, encoding = pickle.properties
+    memory_format = pickle.name(module, encoding) + integer_piece(0) + _TUPLE1 + _REDUCE
     element = pickle.name("torch", dtype.name)
-    pickle.add(pickle.name(_METADATA, "TensorProperties"), _NEW)
+    pickle.add(pickle.name(module, "TensorProperties"), _NEW)
     pickle.remember(key)
     pickle.add(_MARK, element, layout, _FALSE, memory_format, _FALSE, _TUPLE, _BUILD, _POP)
     return pickle.known(key) or b""

@@ -42,10 +42,16 @@ __all__ = ["WRITER", "DcpWriter"]
 
 
 class DcpWriter:
-    """Lays out what ``torch.distributed.checkpoint.load`` of torch 2.4 and later reads, into any parallel layout."""
+    """Lays out what ``torch.distributed.checkpoint.load`` of torch 2.4 and later reads, into any parallel layout.
+
+    ``metadata`` makes the content of ``.metadata``, for programs that have one of their own.
+    """
 
     name = "dcp"
     per_rank = False
+
+    def __init__(self, metadata: Callable[..., MetadataPickle] = metadata_pickle) -> None:
+        self._metadata = metadata
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """``__<rank>_0.distcp`` for each rank that has boxes, objects first in that of rank 0, and ``.metadata``.
@@ -61,7 +67,7 @@ class DcpWriter:
         files = GrowingFiles()
         blobs = _place_blobs(request, files)
         placed = place_boxes(request.tensors, request.boxes, files, _path)
-        metadata = _metadata(request, placed, blobs, files)
+        metadata = _metadata(request, placed, blobs, files, self._metadata)
         entries = [FileEntry(path, files.nbytes[path]) for path in placed.paths]
         of_ranks = set(placed.paths)
         entries += [FileEntry(path, nbytes) for path, nbytes in files.nbytes.items() if path not in of_ranks]
@@ -164,11 +170,12 @@ class _Metadata:
     chunks: WrittenChunks
     objects: list[tuple[str, KeyPath, WrittenItem]]
     save_id: str
+    make: Callable[..., MetadataPickle]
 
     @cached_property
     def pickle(self) -> MetadataPickle:
         """The content of ``.metadata``; its bytes are made later."""
-        return metadata_pickle(self.written, self.chunks, self.objects, save_id=self.save_id)
+        return self.make(self.written, self.chunks, self.objects, save_id=self.save_id)
 
     def segments(self, wants_sidecar: bool | None) -> Iterator[Segment]:  # noqa: FBT001 - as the option is
         """The files, the one that makes it a checkpoint last."""
@@ -180,12 +187,16 @@ class _Metadata:
 
 
 def _metadata(
-    request: WriteRequest, placed: PlacedItems, blobs: list[tuple[Blob, WrittenItem]], files: GrowingFiles
+    request: WriteRequest,
+    placed: PlacedItems,
+    blobs: list[tuple[Blob, WrittenItem]],
+    files: GrowingFiles,
+    make: Callable[..., MetadataPickle],
 ) -> _Metadata:
     tensors = request.tensors
     written, chunks = written_tensors(tensors, request.boxes, placed, _named_paths(tensors))
     objects = [(blob.fqn, blob.path, item) for blob, item in blobs]
-    return _Metadata(tensors, written, chunks, objects, _save_id(tensors, sorted(files.nbytes.items())))
+    return _Metadata(tensors, written, chunks, objects, _save_id(tensors, sorted(files.nbytes.items())), make)
 
 
 def _named_paths(tensors: TensorTable) -> list[tuple[str, KeyPath]]:
