@@ -51,7 +51,7 @@ CONFINED: Mapping[str, tuple[str, ...]] = {
 }
 
 # Inside formats/: modules that every format may import, besides the `_` ones; and those that know all formats.
-FORMAT_CONTRACTS = frozenset({"base", "edited"})
+FORMAT_CONTRACTS = frozenset({"base", "edited", "joint"})
 FORMAT_INDEXES = frozenset({"__init__", "registry", "detect", "bundle", "bundle_writer", "editors"})
 
 BANNED_NAMES = frozenset({"utils", "helpers", "common", "misc"})

@@ -133,17 +133,17 @@ def test_heavy_import_is_seen() -> None:
         ),
         pytest.param(
             {"formats/dcp": "from ckpt_tool.formats.torch_save import read", "formats/torch_save": ""},
-            ["format dcp imports torch_save; formats share only _modules and base, edited"],
+            ["format dcp imports torch_save; formats share only _modules and base, edited, joint"],
             id="format-imports-format",
         ),
         pytest.param(
             {"formats/_zip": "from ckpt_tool.formats import dcp", "formats/dcp": ""},
-            ["format _zip imports dcp; formats share only _modules and base, edited"],
+            ["format _zip imports dcp; formats share only _modules and base, edited, joint"],
             id="shared-imports-format",
         ),
         pytest.param(
             {"formats/dcp/reader": "from ckpt_tool.formats.registry import READERS"},
-            ["format dcp imports registry; formats share only _modules and base, edited"],
+            ["format dcp imports registry; formats share only _modules and base, edited, joint"],
             id="format-imports-registry",
         ),
         pytest.param({"api": "import ckpt_tool"}, ["imports the package root"], id="root"),

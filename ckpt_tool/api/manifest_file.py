@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
-from ckpt_tool.manifest.digest_table import SCHEMA, DigestTable, parse_table
+from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = ["SUFFIX", "is_manifest_file", "manifest_beside", "read_manifest", "write_manifest", "write_text"]
 
-SUFFIX = ".digests.json"
 _MAX_BYTES = 1 << 30
 _HEAD_BYTES = 4096
 
@@ -35,16 +33,7 @@ def write_manifest(table: DigestTable, url: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    document = table.to_json()
-    lines = ["{"]
-    for key, value in document.items():
-        if isinstance(value, list):
-            rows = [f"  {json.dumps(each)}" for each in value]
-            lines += [f"{json.dumps(key)}: [", ",\n".join(rows), "],"] if rows else [f"{json.dumps(key)}: [],"]
-        else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)},")
-    lines[-1] = lines[-1].removesuffix(",")
-    write_text("\n".join([*lines, "}"]) + "\n", os.fspath(url))
+    write_text(table.to_text(), os.fspath(url))
 
 
 def write_text(text: str, url: str) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ckpt_tool.formats._options import WriterOptions
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, FileRange, KeyPath, Manifest
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing, Store
@@ -23,13 +23,10 @@ __all__ = [
     "ArrangingWriter",
     "BoxTable",
     "Checksum",
-    "JointWriter",
     "LaterSegments",
     "LayOut",
-    "PlacedObject",
     "PlacingWriter",
     "Probe",
-    "RankLayOut",
     "Reader",
     "Segment",
     "Source",
@@ -229,66 +226,6 @@ class Writer(Protocol):
 
         Raises:
             Unsupported: a dtype or an object that the format cannot hold; the message says which and what to do.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedObject:
-    """An object that is not a tensor, where a rank has put it: a whole torch.save zip."""
-
-    fqn: str
-    path: KeyPath
-    where: FileRange
-
-
-@dataclass(frozen=True)
-class RankLayOut:
-    """What one rank writes of a checkpoint that ranks write together; it does not depend on the other ranks.
-
-    Head, payload and rear of its boxes fill a file from its first byte to its last, in ascending order of rows.
-    """
-
-    files: Mapping[str, int]
-    """Path and size of each file, without objects."""
-    paths: tuple[str, ...]
-    """Path of each box's file."""
-    offset: IntArray
-    """int64[n]: where the payload of each box starts in its file."""
-    heads: tuple[bytes, ...]
-    """What comes right before the payload of each box."""
-    rear: Callable[[int, int], bytes]
-    """What comes right behind it, given the box's row and the CRC-32 of its payload."""
-    object_path: str
-    """The file behind whose end objects go, one after another."""
-
-
-@runtime_checkable
-class JointWriter(Writer, Protocol):
-    """A writer of a format that ranks can write each for itself, if one of them joins the parts in the end."""
-
-    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int) -> RankLayOut:
-        """The files of one rank.
-
-        Args:
-            tensors: at least those that the rank has boxes of.
-            boxes: what the rank stores; tensors without elements have one empty box.
-            rank: its number.
-
-        Raises:
-            Unsupported: dtypes that the format cannot hold.
-        """
-        ...
-
-    def join(self, tensors: TensorTable, boxes: BoxTable) -> Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]:
-        """What makes the files of all ranks one checkpoint, given the objects of all ranks: the last segment's last.
-
-        Args:
-            tensors: those of all ranks, in the order in which the state is to be rebuilt.
-            boxes: those of all ranks, of each rank in the order that it was given to `lay_out_rank`.
-
-        Raises:
-            LayoutError: two boxes of a tensor begin at the same place.
         """
         ...
 

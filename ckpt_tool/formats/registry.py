@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import Unsupported, UsageError
 from ckpt_tool.formats.base import Reader, Writer
+from ckpt_tool.formats.joint import JointWriter
 
-__all__ = ["iter_readers", "readers", "writer", "writer_names"]
+__all__ = ["iter_readers", "joint_writer", "readers", "writer", "writer_names"]
 
 # Module, attribute, and a pattern that some path of such a checkpoint fits (empty where content decides).
 _READERS: tuple[tuple[str, str, str], ...] = (
@@ -60,6 +61,8 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     ("ckpt_tool.formats.torch_save.reader", "READER", ""),
 )
 _ALIASES = {"torch": "torch-save", "megatron": "megatron-dist"}
+_TOGETHER = {"safetensors": "rank-files"}
+"""Which of its formats a library's name means where ranks write together."""
 _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
@@ -120,4 +123,17 @@ def writer(name: str) -> Writer:
     if place is None:
         raise UsageError(f"{name!r} is no format that can be written", hint="one of: " + " ".join(_WRITERS))
     found: Writer = getattr(import_module(place[0]), place[1])
+    return found
+
+
+def joint_writer(name: str) -> JointWriter:
+    """The writer called ``name``, which ranks can use together.
+
+    Raises:
+        UsageError: no such writer.
+        Unsupported: it lays a checkpoint out as a whole only.
+    """
+    found = writer(_TOGETHER.get(name, name))
+    if not isinstance(found, JointWriter):  # a protocol, checked by its methods
+        raise Unsupported(f"{name} cannot be written by ranks together", hint='save as "dcp", then run ckpt export')
     return found

@@ -7,21 +7,26 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.frameworks import dtensor
-from ckpt_tool.frameworks.boxes import Part, tensor_leaf
+from ckpt_tool.frameworks import dtensor, megatron
+from ckpt_tool.frameworks.boxes import Leaf, Part, megatron_leaf, tensor_leaf
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass, field
 
-__all__ = ["Held", "HeldStates", "HeldTensor"]
+__all__ = ["Held", "HeldStates", "HeldTensor", "HeldValue", "Position", "nested"]
 
+_ATOMS = frozenset({int, float, str, bool, type(None)})
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class Position(int):
+    """A place in a list, among keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,25 @@ class HeldTensor:
     """One tensor of a state."""
 
     path: KeyPath
+    keys: tuple[Any, ...]
+    """As the state has them."""
     dtype: str
     shape: tuple[int, ...]
     """Global shape."""
     parts: tuple[Part, ...]
     """What is to be saved of it: boxes with elements, or one empty box of a tensor without any."""
+    is_named: bool = False
+    """Whether its path is the key that a wrapper of Megatron gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldValue:
+    """Anything else."""
+
+    path: KeyPath
+    keys: tuple[Any, ...]
+    value: Any
+    is_named: bool = False
 
 
 @dataclass(slots=True)
@@ -41,7 +60,7 @@ class Held:
     """What a state holds on this rank, in its order."""
 
     tensors: list[HeldTensor] = field(default_factory=list)
-    values: list[tuple[KeyPath, Any]] = field(default_factory=list)
+    values: list[HeldValue] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -49,7 +68,7 @@ class _Flat:
     """A state without its containers."""
 
     leaves: list[Any] = field(default_factory=list)
-    paths: list[KeyPath] = field(default_factory=list)
+    keys: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,6 @@ class _Known:
 
     skeleton: Any
     marks: list[Any]
-    value_paths: list[KeyPath]
 
 
 class HeldStates:
@@ -67,7 +85,7 @@ class HeldStates:
     def __init__(self) -> None:
         self._known: _Known | None = None
 
-    def same(self, state: Any) -> tuple[list[torch.Tensor], list[tuple[KeyPath, Any]]] | None:
+    def same(self, state: Any) -> tuple[list[torch.Tensor], list[Any]] | None:
         """Memory of all parts and all values, of a state that looks exactly as the last one did; None for another.
 
         It does where containers, their keys, placements, shapes, strides and types are the same, whatever the values,
@@ -91,7 +109,7 @@ class HeldStates:
                     return None
                 if mark[1]:
                     views.append(found[0])
-        return views, list(zip(known.value_paths, values, strict=True))
+        return views, values
 
     def held(self, state: Any) -> Held:
         """Tensors and other values of ``state``; no copy and no communication.
@@ -111,25 +129,66 @@ class HeldStates:
         marks: list[Any] = []
         is_simple = True
         known: dtensor.Known = {}
+        wrapped: dict[str, list[Any]] = {}
         with torch.no_grad():
-            for path, value in zip(flat.paths, flat.leaves, strict=True):
+            for keys, value in zip(flat.keys, flat.leaves, strict=True):
+                path = tuple([key if type(key) is Position else str(key) for key in keys])
                 leaf = tensor_leaf(path, value, known)
                 if leaf is None:
-                    held.values.append((path, value))
+                    is_simple &= not _take_value(path, keys, value, held, wrapped)
                     marks.append(None)
                     continue
-                is_empty = 0 in leaf.shape
-                parts = tuple(p for p in leaf.parts if p.box.volume or (is_empty and p is leaf.parts[0]))
-                held.tensors.append(HeldTensor(path, leaf.dtype.name, leaf.shape, parts))
+                parts = _saved_parts(leaf)
+                held.tensors.append(HeldTensor(path, keys, leaf.dtype.name, leaf.shape, parts))
                 found = _mark(value)
                 is_simple &= found is not None and (
                     not parts or (len(parts) == 1 and parts[0].view.shape == found[0].shape)
                 )
                 marks.append((None if found is None else found[1], bool(parts)))
-        _check_names(state, flat.paths)
+            for leaf in map(megatron_leaf, wrapped.values()):
+                parts = _saved_parts(leaf)
+                held.tensors.append(HeldTensor(leaf.path, (), leaf.dtype.name, leaf.shape, parts, is_named=True))
+        _check_names(state, [*(each.path for each in held.tensors), *(each.path for each in held.values)])
         if is_simple:
-            self._known = _Known(skeleton, marks, [path for path, _ in held.values])
+            self._known = _Known(skeleton, marks)
         return held
+
+
+def nested(entries: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
+    """Dicts and lists that have each value at its keys; lists where these are positions.
+
+    >>> nested([(("groups", Position(0), "lr"), 0.1), (("state", 0), 7)])
+    {'groups': [{'lr': 0.1}], 'state': {0: 7}}
+
+    Raises:
+        UsageError: two values have the same keys, or one lies inside of another.
+    """
+    if len(entries) == 1 and not entries[0][0]:
+        return entries[0][1]
+    inner: dict[Any, list[tuple[tuple[Any, ...], Any]]] = {}
+    for keys, value in entries:
+        if not keys:
+            raise UsageError("two entries of the state would have one place in an object of this format")
+        inner.setdefault(keys[0], []).append((keys[1:], value))
+    found = {key: nested(below) for key, below in inner.items()}
+    return list(found.values()) if all(type(key) is Position for key in found) else found
+
+
+def _take_value(path: KeyPath, keys: tuple[Any, ...], value: Any, held: Held, wrapped: dict[str, list[Any]]) -> bool:
+    """Take in what is no tensor; whether it is one of Megatron's wrappers, those of tensors by their key."""
+    if type(value) in _ATOMS or not megatron.is_wrapper(value):
+        held.values.append(HeldValue(path, keys, value))
+        return False
+    if megatron.is_tensor(value):
+        wrapped.setdefault(str(value.key), []).append(value)
+    else:
+        held.values.append(HeldValue((str(value.unique_key),), (), value.data, is_named=True))
+    return True
+
+
+def _saved_parts(leaf: Leaf) -> tuple[Part, ...]:
+    is_empty = 0 in leaf.shape
+    return tuple(p for p in leaf.parts if p.box.volume or (is_empty and p is leaf.parts[0]))
 
 
 def _flatten(value: Any, flat: _Flat) -> Any:
@@ -141,26 +200,34 @@ def _flatten(value: Any, flat: _Flat) -> Any:
         return (tuple(value), tuple([_flatten(each, flat) for each in value.values()]))
     if isinstance(value, list) and _has_structure(value):
         return [_flatten(each, flat) for each in value]
+    if type(value) not in _ATOMS and megatron.is_local_object(value):
+        return 2
+    if type(value) not in _ATOMS and megatron.is_factory(value):
+        return ("built", _flatten(value.build(), flat))
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return ("", _flatten(value.state_dict(), flat))
     flat.leaves.append(value)
     return 0
 
 
-def _name(path: KeyPath, value: Any, flat: _Flat) -> None:
-    """Append the paths of the leaves of ``value``, in the order of `_flatten`."""
+def _name(keys: tuple[Any, ...], value: Any, flat: _Flat) -> None:
+    """Append the keys of the leaves of ``value``, in the order of `_flatten`."""
     if isinstance(value, torch.Tensor):
-        flat.paths.append(path)
+        flat.keys.append(keys)
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            _name((*path, str(key)), each, flat)
+            _name((*keys, key), each, flat)
     elif isinstance(value, list) and _has_structure(value):
         for position, each in enumerate(value):
-            _name((*path, position), each, flat)
+            _name((*keys, Position(position)), each, flat)
+    elif type(value) not in _ATOMS and megatron.is_local_object(value):
+        return
+    elif type(value) not in _ATOMS and megatron.is_factory(value):
+        _name(keys, value.build(), flat)
     elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        _name(path, value.state_dict(), flat)
+        _name(keys, value.state_dict(), flat)
     else:
-        flat.paths.append(path)
+        flat.keys.append(keys)
 
 
 def _mark(value: Any) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
@@ -202,6 +269,11 @@ def _check_names(state: Any, paths: list[KeyPath]) -> None:
 
 def _has_structure(values: list[Any]) -> bool:
     return any(
-        isinstance(each, (torch.Tensor, Mapping)) or (isinstance(each, list) and _has_structure(each))
+        type(each) not in _ATOMS
+        and (
+            isinstance(each, (torch.Tensor, Mapping))
+            or (isinstance(each, list) and _has_structure(each))
+            or megatron.is_wrapper(each)
+        )
         for each in values
     )

@@ -16,7 +16,7 @@ signature: who wants to can make another tensor of the same digest. Knows no fil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ __all__ = [
     "box_part",
     "content_digest",
     "crc32_of_zeros",
+    "folded_form",
     "linear_forms",
     "run_part",
     "shifted_crc32s",
@@ -183,10 +184,50 @@ def shifted_crc32s(values: npt.ArrayLike, nbytes: npt.ArrayLike) -> npt.NDArray[
     return found
 
 
+def folded_form(forms: npt.NDArray[np.uint32], counts: Sequence[int], steps: Sequence[int]) -> int:
+    """The share of equal runs in a linear form, as it is right behind the last of them.
+
+    Law: what ``shifted_crc32s`` makes of the forms, each shifted by the bytes from its run's end to the last one's, in
+    one sum. Costs two shifts for each run, whatever the distances.
+
+    Args:
+        forms: uint32[n], of the runs by themselves, in the order of a loop nest.
+        counts: iterations of each loop, outermost first.
+        steps: bytes that one iteration of each loop moves.
+    """
+    values = forms.reshape(tuple(counts))
+    for step in reversed(steps):
+        while values.shape[-1] > 1:
+            if values.shape[-1] % 2:  # nothing, however far it is shifted, stays nothing
+                values = np.concatenate([np.zeros((*values.shape[:-1], 1), dtype=np.uint32), values], axis=-1)
+            values = _shifted_alike(values[..., 0::2], step) ^ values[..., 1::2]
+            step *= 2  # noqa: PLW2901 - neighbours are now twice as far apart
+        values = values[..., 0]
+    return int(values)
+
+
+def _shifted_alike(values: npt.NDArray[np.uint32], nbytes: int) -> npt.NDArray[np.uint32]:
+    """What CRC registers become after the same number of zero bytes."""
+    if values.size <= _FEW:
+        each = [crc32_combine(value, 0, nbytes) for value in values.reshape(-1).tolist()]
+        return np.array(each, dtype=np.uint32).reshape(values.shape)
+    tables = _tables_of(nbytes)
+    found: npt.NDArray[np.uint32] = tables[0][values & 0xFF]
+    for byte in (1, 2, 3):
+        found = found ^ tables[byte][(values >> np.uint32(8 * byte)) & 0xFF]
+    return found
+
+
 @cache
 def _shift_tables(bit: int) -> npt.NDArray[np.uint32]:
     """uint32[4, 256]: what ``2 ** bit`` zero bytes make of a register, by the value of each of its bytes."""
-    basis = [crc32_combine(1 << at, 0, 1 << bit) for at in range(32)]
+    return _tables_of(1 << bit)
+
+
+@lru_cache(maxsize=256)
+def _tables_of(nbytes: int) -> npt.NDArray[np.uint32]:
+    """uint32[4, 256]: the same for any number of zero bytes."""
+    basis = [crc32_combine(1 << at, 0, nbytes) for at in range(32)]
     tables = np.zeros((4, 256), dtype=np.uint32)
     for byte in range(4):
         for at in range(8):

@@ -16,9 +16,11 @@ from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 
-__all__ = ["SCHEMA", "DigestRow", "DigestTable", "FileDigest", "parse_table"]
+__all__ = ["SCHEMA", "SUFFIX", "DigestRow", "DigestTable", "FileDigest", "parse_table"]
 
 SCHEMA = "ckpt-tool/digests/1"
+SUFFIX = ".digests.json"
+"""Of a file beside the checkpoint that it describes."""
 _MAX_SIZE, _MAX_NDIM = 1 << 62, 64
 
 
@@ -85,6 +87,19 @@ class DigestTable:
         if self.originals:
             listed["originals"] = [_row_json(row) for row in self.originals]
         return {"schema": SCHEMA, "format": self.format, **listed, "check": _check(*listed.values())}
+
+    def to_text(self) -> str:
+        """The content of a file that `parse_table` reads: JSON with a line for each tensor and file."""
+        document = self.to_json()
+        lines = ["{"]
+        for key, value in document.items():
+            if isinstance(value, list):
+                rows = [f"  {json.dumps(each)}" for each in value]
+                lines += [f"{json.dumps(key)}: [", ",\n".join(rows), "],"] if rows else [f"{json.dumps(key)}: [],"]
+            else:
+                lines.append(f"{json.dumps(key)}: {json.dumps(value)},")
+        lines[-1] = lines[-1].removesuffix(",")
+        return "\n".join([*lines, "}"]) + "\n"
 
 
 def parse_table(text: str | bytes, *, where: str) -> DigestTable:

@@ -12,7 +12,9 @@ from ckpt_tool.storage.urls import join_url
 
 __all__ = ["COMMIT_NAMES", "delete_old", "measure"]
 
-COMMIT_NAMES = (".metadata", "index.json", "metadata.json", "latest", "latest_checkpointed_iteration.txt")
+COMMIT_NAMES = (
+    ".metadata", "index.json", "metadata.json", "ckpt_layout.json", "latest", "latest_checkpointed_iteration.txt",
+)  # fmt: skip
 """Ends of names of the files that make a folder a checkpoint in one format or another: the first to go."""
 
 

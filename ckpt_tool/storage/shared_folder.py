@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
+from ckpt_tool.manifest.digest_table import SUFFIX
 from ckpt_tool.storage.kernel import start_writeback
 from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_places import part_place
@@ -29,6 +30,7 @@ Receipts = Mapping[str, Any]
 _IOV_MAX = 1024
 _MARKER_TEXT = "A save that has not ended: not a checkpoint. If no job is writing here, delete it, or run ckpt clean.\n"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DIGESTS_NAME = f"ckpt{SUFFIX}"
 _LEFTOVER = re.compile(r"\.[0-9a-f]{8}\.partial$")
 
 
@@ -59,8 +61,15 @@ class SharedTarget(Protocol):
         """A file of ``nbytes`` in the making."""
         ...
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:
-        """Make the target a checkpoint, given all ``files`` and their sizes; ``last`` are written now, in order."""
+    def commit(
+        self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts,
+        digests: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Make the target a checkpoint, given all ``files`` and their sizes; ``last`` are written now, in order.
+
+        ``digests`` is the manifest that goes beside it; that of what was there before goes in any case
+        where files can be replaced.
+        """
         ...
 
     def discard(self) -> None:
@@ -68,8 +77,10 @@ class SharedTarget(Protocol):
         ...
 
 
-def open_shared(url: str, token: str, *, overwrite: bool, durable: bool) -> SharedTarget:
-    """A target for the save called ``token`` (8 hexadecimal digits); writes nothing yet.
+def open_shared(
+    url: str, token: str, commit_path: str = ".metadata", *, overwrite: bool, durable: bool
+) -> SharedTarget:
+    """A target for the save called ``token`` (8 hexadecimal digits), whose last file is ``commit_path``.
 
     Raises:
         UsageError: the storage is the memory of one process, or nobody knows it.
@@ -86,7 +97,7 @@ def open_shared(url: str, token: str, *, overwrite: bool, durable: bool) -> Shar
         return SharedParts(place, token, overwrite=overwrite)
     from ckpt_tool.storage.shared_remote import SharedRemote  # fsspec costs 80 ms of start-up
 
-    return SharedRemote(url)
+    return SharedRemote(url, commit_path)
 
 
 def leftovers(final: str) -> list[str]:
@@ -145,8 +156,14 @@ class SharedFolder:
             raise _failure(error, full, nbytes) from error
         return _LocalFile(fd, full, nbytes, durable=self._durable)
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:  # noqa: ARG002 - names say it all
+    def commit(
+        self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts,  # noqa: ARG002 - names say it all
+        digests: bytes | None = None,
+    ) -> None:  # fmt: skip
         """Check that all files are there, write the last ones, and give the folder its name.
+
+        The manifest of digests of what was there before goes first, for it is not that of what comes; the new one is
+        made in the folder, and moved beside it in the end.
 
         Raises:
             TargetExists: something took the final name in the meantime.
@@ -156,7 +173,8 @@ class SharedFolder:
         for path, nbytes in files.items():
             self._check_file(path, nbytes)
         try:
-            for path, data in last:
+            made = [] if digests is None else [(_DIGESTS_NAME, digests)]
+            for path, data in (*made, *last):
                 file = self.create(path, len(data))
                 file.write([memoryview(data)])
                 file.finish()
@@ -165,8 +183,13 @@ class SharedFolder:
             if self._durable:
                 for folder, _, _ in os.walk(self.root, topdown=False):
                     sync_folder(folder)
+            with suppress(FileNotFoundError):
+                os.unlink(self._final + SUFFIX)
             swap_in(self.root, self._final, self._replaced)
+            if digests is not None:
+                os.replace(os.path.join(self._final, _DIGESTS_NAME), self._final + SUFFIX)
             if self._durable:
+                sync_folder(self._final)
                 sync_folder(os.path.dirname(self._final))
             old = [self._replaced] if os.path.lexists(self._replaced) else []
             for leftover in (*old, *leftovers(self._final)):

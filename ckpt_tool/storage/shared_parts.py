@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists
+from ckpt_tool.manifest.digest_table import SUFFIX
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, measure
@@ -74,7 +75,10 @@ class SharedParts:
             self._files.append(file)
         return _SharedPartFile(self._uploads, file)
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:
+    def commit(
+        self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts,
+        digests: bytes | None = None,
+    ) -> None:  # fmt: skip
         """Join what all processes have sent, see that it is whole, and put the last files, in order.
 
         Raises:
@@ -93,6 +97,8 @@ class SharedParts:
         if self._place.get(MARKER_NAME) != self._marker:
             self._joined = []  # what bears these names now may be the other's
             raise self._taken()
+        if digests is not None:
+            _put_file(self.url.rstrip("/") + SUFFIX, digests)
         self._put_new(commit_path, commit_data)
         if self._place.is_named_last:
             self._place.delete(MARKER_NAME)
@@ -146,6 +152,17 @@ class SharedParts:
 
     def _taken(self) -> TargetExists:
         return TargetExists("another save is completing a checkpoint of this name", where=self.url, hint=_HINT)
+
+
+def _put_file(url: str, data: bytes) -> None:
+    """Write a small file, in the place of one that is there."""
+    from ckpt_tool.storage.target import open_target
+
+    name = url.rsplit("/", 1)[-1]
+    target = open_target(url, overwrite=True, resume=False, durable=True, single_file=True)
+    target.create(name, len(data), is_last=True)
+    target.write(name, 0, data)
+    target.commit(name)
 
 
 class _SharedPartFile:

@@ -15,6 +15,7 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists
+from ckpt_tool.manifest.digest_table import SUFFIX
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
 from ckpt_tool.storage.shared_folder import Receipts
@@ -24,14 +25,14 @@ __all__ = ["SharedRemote"]
 
 _BLOCK_BYTES = 16 << 20
 _MAX_PARTS = 10_000
-_COMMIT_NAME = ".metadata"
 
 
 class SharedRemote:
-    """A folder below a URL."""
+    """A folder below a URL, a checkpoint once it has the file ``commit_path``."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, commit_path: str = ".metadata") -> None:
         self.url = shown(url)
+        self._commit_path = commit_path
         self._fs, root = open_remote(url)
         self._root = root.rstrip("/")
         self._written: list[str] = []
@@ -42,8 +43,8 @@ class SharedRemote:
         Raises:
             TargetExists: it has its last file.
         """
-        key = f"{self._root}/{_COMMIT_NAME}"
-        if retried(lambda: self._fs.exists(key), where=join_url(self.url, _COMMIT_NAME)):
+        key = f"{self._root}/{self._commit_path}"
+        if retried(lambda: self._fs.exists(key), where=join_url(self.url, self._commit_path)):
             hint = "choose another name, or delete it: object stores cannot replace a folder in one step"
             raise TargetExists("a checkpoint is there already", where=self.url, hint=hint)
 
@@ -56,8 +57,11 @@ class SharedRemote:
         self._written.append(key)
         return RemoteFile(handle, where, nbytes)
 
-    def commit(self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts) -> None:  # noqa: ARG002 - names say it all
-        """Check that all files are there, then upload the last ones, in order.
+    def commit(
+        self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts,  # noqa: ARG002 - names say it all
+        digests: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Check that all files are there, then upload the manifest of digests and the last files, in order.
 
         Raises:
             TargetExists: another checkpoint of this name has been completed in the meantime.
@@ -71,6 +75,8 @@ class SharedRemote:
             if found != nbytes:
                 got = "nothing" if found is None else f"{found:,}"
                 raise StorageError(f"expected {nbytes:,} bytes, got {got}", where=join_url(self.url, path))
+        if digests is not None:
+            retried(partial(self._fs.pipe_file, self._root + SUFFIX, digests), where=self.url + SUFFIX)
         for path, data in last:
             key = f"{self._root}/{check_path(path, root=self.url)}"
             retried(partial(self._fs.pipe_file, key, data), where=join_url(self.url, path))

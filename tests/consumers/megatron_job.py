@@ -1,7 +1,8 @@
-"""torchrun megatron_job.py save|load FOLDER: a sharded state dict of real megatron-core, cut over all ranks as by TP.
+"""torchrun megatron_job.py ACTION FOLDER: a sharded state dict of real megatron-core, cut over all ranks as by TP.
 
 It has what Megatron's models have: layers stacked under one key, a gated weight behind a factory, a padded vocabulary,
-an object for each rank, and what is not saved. ``load`` compares with what Megatron itself loads, bit for bit.
+an object for each rank, and what is not saved. ``load`` compares with what Megatron itself loads, bit for bit;
+``load-theirs`` has Megatron load what ``save-ours`` has saved here.
 """
 
 from __future__ import annotations
@@ -72,6 +73,13 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
+def unwrapped(value: Any) -> Any:
+    """What Megatron's wrappers hold."""
+    if isinstance(value, dict):
+        return {key: unwrapped(inner) for key, inner in value.items()}
+    return value.unwrap() if hasattr(value, "unwrap") else value.data
+
+
 def main(action: str, folder: str) -> None:
     """Save, or load twice and compare."""
     import cpu_shim  # type: ignore[import-not-found]
@@ -87,6 +95,20 @@ def main(action: str, folder: str) -> None:
         return
     import ckpt_tool
 
+    if action == "save-ours":
+        state = {**state_of(rank, size, 48, is_random=True), "iteration": 5, "groups": {0: {"lr": 0.5}}}
+        ckpt_tool.save(state, folder, format="megatron").wait()
+        return
+    if action == "load-theirs":
+        theirs = dist_checkpointing.load({**state_of(rank, size, 48, is_random=False), "iteration": 0}, folder)
+        found, expected = flat(theirs), flat(unwrapped(state_of(rank, size, 48, is_random=True)))
+        different = sorted(key for key in expected if found.get(key) != expected[key])
+        if different or (theirs["iteration"], theirs["groups"]) != (5, {0: {"lr": 0.5}}):
+            raise SystemExit(f"rank {rank} of {size}: {different} differ: {sorted(theirs)}")
+        torch.distributed.barrier()
+        if rank == 0:
+            print(f"SAVED {len(expected)} leaves")
+        return
     theirs = dist_checkpointing.load(state_of(rank, size, 48, is_random=False), folder)
     ours = state_of(rank, size, 48, is_random=False)
     memory = ours["layers"]["0"]["fc1"].data

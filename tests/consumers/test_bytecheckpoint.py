@@ -18,6 +18,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ckpt_tool.api.convert.reshard import reshard
+from tests.consumers import bytecheckpoint_job
+from tests.job import workers
 
 pytestmark = pytest.mark.peer
 
@@ -90,3 +92,27 @@ def as_the_other(truth: Mapping[str, Any], style: str) -> Iterator[tuple[str, An
         else:
             name, state = rest.split("/")
             yield f"optim/{ORDER.index(name) if style == 'ids' else ORDER[int(name)]}/{state}", value
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a job of two ranks saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    workers.start(bytecheckpoint_job.save, 2, folder)
+    for kind, name in bytecheckpoint_job.SOURCES.items():
+        shutil.copy(FAMILY / name / "truth.safetensors", folder / kind)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "world_size"),
+    [
+        ("sharded", "fsdp2", 2), ("sharded", "fsdp2", 1), ("sharded", "fsdp", 2), ("sharded", "hsdp", 4),
+        ("replicated", "ddp", 1), ("replicated", "ddp", 2),
+    ],
+)  # fmt: skip
+def test_it_loads_what_a_job_saved(saved: Path, kind: str, mode: str, world_size: int) -> None:
+    """What `ckpt_tool.save` wrote on two ranks, each its own files, with each rank's extra state."""
+    said = load(mode, saved / kind, world_size)
+    assert said.startswith(f"LOAD {mode} world {world_size} tensors 81 bad 0 []")
+    assert "'rank': 0" in said

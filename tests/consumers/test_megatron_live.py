@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.api.trust.verify import verify
+
 pytestmark = pytest.mark.peer
 
 HERE = Path(__file__).parent
@@ -41,3 +43,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loads_as_megatron_does(saved: Path, n_ranks: int) -> None:
     """Tensors, objects and what is local, in any number of ranks, are what Megatron loads."""
     assert "ALIKE 4 tensors, 1 values" in run("load", saved, n_ranks)
+
+
+@pytest.fixture(scope="module")
+def saved_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved by `ckpt_tool.save` on two ranks."""
+    folder = tmp_path_factory.mktemp("megatron") / "saved_here"
+    run("save-ours", folder, 2)
+    return folder
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_megatron_loads_what_a_job_saved(saved_here: Path, n_ranks: int) -> None:
+    """Tensors, objects and the common state, in any number of ranks; the digests beside it prove the same content."""
+    assert "SAVED" in run("load-theirs", saved_here, n_ranks)
+    report = verify(saved_here, level="full", manifest=f"{saved_here}.digests.json")
+    assert report.is_ok, [finding.message for finding in report.findings]

@@ -60,6 +60,9 @@ def run_page(rank: int, world_size: int, rendezvous: str, out: str) -> None:
             "A published model into a sharded one": _published(code["A published model into a sharded one"], out),
             "Saving beside the training": _saved(code["Saving beside the training"], f"{out}/run"),
             "To object storage and back": _remote(code["To object storage and back"]),
+            "Saving in another format, and proving it": _proven(
+                code["Saving in another format, and proving it"], f"{out}/proven"
+            ),
         }
         everything: dict[str, Any] = {**told, "blocks": sorted(code)}
         Path(f"{out}/{rank}.json").write_text(json.dumps(everything), encoding="utf-8")
@@ -119,6 +122,17 @@ def _saved(code: str, run: str) -> bool:
         dcp.load(found, checkpoint_id=f"{run}/step-{step}")
         loaded.append(_full(found))
     return loaded == states
+
+
+def _proven(code: str, run: str) -> bool:
+    model, optimizer, _ = _trained(0)
+    space: dict[str, Any] = {"model": model, "optimizer": optimizer, "run": run, "rank": dist.get_rank()}
+    exec(code, space)
+    other, fresh, _ = _trained(1)
+    found = dict(zip(("model", "optim"), get_state_dict(other, fresh), strict=True))
+    ckpt_tool.load(found, f"{run}/step-3")
+    is_proven = "report" not in space or space["report"].is_ok
+    return is_proven and bool(_full(found) == _full({name: space["state"][name] for name in found}))
 
 
 def _remote(code: str) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt_tool
 from ckpt_tool.api.job.saver import Saver
 from ckpt_tool.engine.save.log import OperationLog
-from ckpt_tool.errors import TargetExists, UnsafePickle, Unsupported, UsageError
+from ckpt_tool.errors import LayoutError, TargetExists, UnsafePickle, Unsupported, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -34,7 +34,7 @@ def save(saver: Saver, state: Any, url: Path, **changes: Any) -> Any:
     """`ckpt_tool.save` with a saver of its own."""
     options: dict[str, Any] = {
         "async_": True, "format": "dcp", "extra_state": None, "on_resize": "keep", "step": None, "overwrite": True,
-        "durable": True, "overlap_staging": False, "timeout_s": 60.0,
+        "durable": True, "digests": None, "overlap_staging": False, "timeout_s": 60.0,
     }  # fmt: skip
     return saver.save(state, url, **{**options, **changes})
 
@@ -146,14 +146,45 @@ def test_refused(saver: Saver, tmp_path: Path) -> None:
         save(saver, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "a")
     with pytest.raises(UsageError, match="on_resize must be one of"):
         save(saver, {"w": torch.ones(2)}, tmp_path / "a", extra_state={"x": 1}, on_resize="some")
-    with pytest.raises(Unsupported, match="safetensors cannot be written by ranks together"):
-        save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="safetensors").wait()
+    with pytest.raises(Unsupported, match="npz cannot be written by ranks together"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="npz").wait()
     with pytest.raises(TargetExists, match="is a file"):
         save(saver, {"w": torch.ones(2)}, tmp_path / "file").wait()
     with pytest.raises(TargetExists, match="is there already"):
         save(saver, {"w": torch.ones(2)}, tmp_path / "good", overwrite=False).wait()
     save(saver, {"w": torch.ones(2)}, tmp_path / "good").wait()
-    assert sorted(os.listdir(tmp_path)) == ["file", "good"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "good", "good.digests.json"]
+
+
+def test_digests_may_be_left_out(saver: Saver, tmp_path: Path) -> None:
+    """A manifest of what was there before does not stay beside what replaces it."""
+    save(saver, {"w": torch.ones(2)}, tmp_path / "s").wait()
+    assert sorted(os.listdir(tmp_path)) == ["s", "s.digests.json"]
+    save(saver, {"w": torch.zeros(2)}, tmp_path / "s", digests=False).wait()
+    assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("format_name", ["safetensors", "bytecheckpoint"])
+def test_a_format_of_each_save(saver: Saver, tmp_path: Path, format_name: str) -> None:
+    """Saves of one state may be of different formats, one after another."""
+    whole = torch.randn(3, 4)
+    state = {"model": {"w": whole}, "step": 5}
+    for number, name in enumerate(("dcp", format_name, "dcp", format_name)):
+        save(saver, state, tmp_path / str(number), format=name).wait()
+        found: dict[str, Any] = {"model": {"w": torch.zeros(3, 4)}, "step": 0}
+        ckpt_tool.load(found, tmp_path / str(number))
+        assert torch.equal(found["model"]["w"], whole)
+        assert found["step"] == 5
+
+
+def test_what_a_format_cannot_hold(saver: Saver, tmp_path: Path) -> None:
+    """Refused in the call, with the entry."""
+    with pytest.raises(UsageError, match="two entries of the state would have one place"):
+        save(saver, {"step": 1, "extra_state": {"step": 2}}, tmp_path / "a", format="bytecheckpoint")
+    with pytest.raises(Unsupported, match="no place for extra state of ranks"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="megatron", extra_state={"x": 1})
+    with pytest.raises(LayoutError, match="one of Megatron's ShardedTensors"):
+        save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="megatron").wait()
 
 
 def test_a_failure_nobody_waited_for(saver: Saver, tmp_path: Path) -> None:

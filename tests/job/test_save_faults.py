@@ -70,7 +70,8 @@ def test_saves_do_not_overtake(told: list[dict[str, Any]]) -> None:
 
 def test_nothing_is_left(told: list[dict[str, Any]]) -> None:
     """Failed saves leave no folder behind once all processes have given up."""
-    assert told[0]["steps"] == ["step-1", "step-5", "step-6"]
+    steps = ["step-1", "step-5", "step-6"]
+    assert told[0]["steps"] == sorted([*steps, *(f"{step}.digests.json" for step in steps)])
 
 
 def started(job: Callable[[int, int, str, str], None], folder: Path) -> list[int | None]:
@@ -123,5 +124,5 @@ def test_a_job_that_dies(tmp_path: Path) -> None:
     assert not copy.exists()
     os.makedirs(run / left.path)
     ckpt_tool.save({"w": torch.full((300, 400), 4.0), "value": 4.0}, run / "step-2", async_=False)
-    assert sorted(os.listdir(run)) == ["step-1", "step-2"]
+    assert sorted(os.listdir(run)) == ["step-1", "step-1.digests.json", "step-2", "step-2.digests.json"]
     assert loaded(run / "step-2") == 4.0

@@ -82,7 +82,7 @@ def test_saves_and_faults(s3: str, endpoint: str, tmp_path: Path, monkeypatch: p
     assert ckpt_tool.clean(url).leftovers == ()
     assert S3Place(f"{s3}/saves", single_file=False).under_way() == []
     names = {o.key for page in S3Client(BUCKET).pages("saves/") for o in page.objects}
-    assert len(names) == 3 * (SIZE + 1)
+    assert len(names) == 3 * (SIZE + 2)  # a file for each rank, metadata, digests beside them
 
 
 @pytest.mark.hdfs

@@ -7,11 +7,12 @@ when another number of ranks loads.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.errors import FormatError, UsageError
-from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.manifest.model import Blob, KeyPath
 
 __all__ = ["OnResize", "extra_path", "load_extra_state", "world_record"]
 
@@ -27,15 +28,15 @@ def extra_path(name: str, rank: int) -> KeyPath:
     return (_ROOT, f"{name}@rank{rank}")
 
 
-def world_record(size: int, on_resize: str) -> tuple[KeyPath, dict[str, Any]]:
-    """What is saved once beside the objects of all ranks.
+def world_record(size: int, on_resize: str, names: Iterable[str]) -> tuple[KeyPath, dict[str, Any]]:
+    """What is saved beside the objects of a rank, which have these names; of equal entries one rank's is kept.
 
     Raises:
         UsageError: no such policy.
     """
     if on_resize not in get_args(OnResize):
         raise UsageError(f"on_resize must be one of {', '.join(get_args(OnResize))}, got {on_resize!r}")
-    return _WORLD, {"size": size, "on_resize": on_resize}
+    return _WORLD, {"size": size, "on_resize": on_resize, "names": sorted(names)}
 
 
 def load_extra_state(
@@ -62,18 +63,46 @@ def load_extra_state(
         rows = [row for row, blob in enumerate(blobs) if blob.path[:1] == (_ROOT,)]
         if not rows:
             return {}
-        loaded = checkpoint.load_blobs([row for row in rows if blobs[row].path == _WORLD])
-        world = next((blob.value for blob in loaded if blob.path == _WORLD), None)
-        if not isinstance(world, dict):
+        loaded = checkpoint.load_blobs([row for row in rows if blobs[row].path[:2] == _WORLD])
+        records = _records([loaded[row] for row in rows])
+        if not records:
             raise FormatError("extra state without a record of its ranks", where=os.fspath(url))
+        world = next(iter(records.values()))
         source = _source(rank, world_size, int(world["size"]), world["on_resize"])
+        from ckpt_tool.engine.save.objects import object_of
+
+        if (
+            source is not None and source in records
+        ):  # each rank's is in a file of its own, with whatever else it saved for itself
+            path, nbytes = _file_of(checkpoint, source)
+            held = object_of(checkpoint.store.read(path, 0, nbytes), trusted=trusted, where=path)
+            return {name: held[name] for name in records[source].get("names", held) if name in held}
         mark = f"@rank{source}"
         own = [blobs[row] for row in rows if source is not None and str(blobs[row].path[-1]).endswith(mark)]
         data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
-        from ckpt_tool.engine.save.objects import object_of
-
         names = [str(blob.path[-1]).removesuffix(mark) for blob in own]
         return {name: object_of(each, trusted=trusted, where=name) for name, each in zip(names, data, strict=True)}
+
+
+def _records(blobs: Iterable[Blob]) -> dict[int | None, dict[str, Any]]:
+    """Records by the rank whose file they are in; by None where one stands for all."""
+    found: dict[int | None, dict[str, Any]] = {}
+    for blob in blobs:
+        if blob.path == _WORLD and isinstance(blob.value, dict):
+            found[blob.rank] = blob.value
+        elif blob.path[:2] == _WORLD and len(blob.path) == 3 and blob.is_loaded:
+            found.setdefault(blob.rank, {})[str(blob.path[2])] = blob.value
+    return {rank: record for rank, record in found.items() if {"size", "on_resize"} <= record.keys()}
+
+
+def _file_of(checkpoint: Checkpoint, rank: int) -> tuple[str, int]:
+    """The file of all that a rank has saved for itself, and its bytes."""
+    name = f"extra_state_rank_{rank}.pt"
+    sizes = checkpoint.source.listing.sizes
+    path = next((path for path in sizes if path.rpartition("/")[2] == name), None)
+    if path is None:
+        raise FormatError(f"no {name}", where=checkpoint.url)
+    return path, sizes[path]
 
 
 def _source(rank: int, world_size: int, saved_size: int, on_resize: str) -> int | None:

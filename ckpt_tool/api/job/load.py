@@ -217,14 +217,15 @@ class _Loading:
         options, group = self._options, self._group
 
         def wanted(manifest: Manifest) -> list[str]:
-            rows = matched(live, manifest, options.names, cast=options.cast).rows
+            rows = matched(live, manifest, options.names, cast=options.cast, rank=group.rank).rows
             return [manifest.tensors.fqns[row] for row in rows if row >= 0]
 
         shared.read(wanted, with_values=with_values)
 
         def aim() -> tuple[Manifest, Target, dict[int, Landing]]:
             manifest = shared.manifest()
-            target = target_of(live, manifest, matched(live, manifest, options.names, cast=options.cast))
+            match = matched(live, manifest, options.names, cast=options.cast, rank=group.rank)
+            target = target_of(live, manifest, match)
             self._payload(manifest)  # here, so that one look at all ranks tells of either's failure
             return manifest, target, target.landings(live)
 

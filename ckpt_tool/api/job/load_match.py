@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -74,14 +75,16 @@ def match_tensors(
     *,
     names: NameMap | None,
     cast: bool,
+    rank: int = 0,
 ) -> Match:
     """The checkpoint's row of each expected tensor.
 
     Looked for by the given names, then by the dotted name, by the keys of the path, and last by the name that the
-    module itself gives, without a trainer's outer key and wrappers' prefixes, where only one tensor has it.
+    module itself gives, without a trainer's outer key and wrappers' prefixes, where only one tensor has it, or where
+    each rank has saved its own: then that of ``rank`` is taken, and where it has none the first.
     """
     tensors = manifest.tensors
-    others = _OtherNames(manifest, expected)
+    others = _OtherNames(manifest, expected, rank)
     rows, problems, renamed = [], list[Problem](), []
     for number, each in enumerate(expected):
         fqn = each.fqn
@@ -111,8 +114,8 @@ def match_tensors(
 class _OtherNames:
     """What else tensors may be found by; made only when something is not found by its name."""
 
-    def __init__(self, manifest: Manifest, expected: Sequence[Expected]) -> None:
-        self._tensors, self._expected = manifest.tensors, expected
+    def __init__(self, manifest: Manifest, expected: Sequence[Expected], rank: int) -> None:
+        self._tensors, self._expected, self._rank = manifest.tensors, expected, rank
 
     @cached_property
     def _paths(self) -> Sequence[KeyPath]:
@@ -127,14 +130,42 @@ class _OtherNames:
     @cached_property
     def _rows(self) -> list[int]:
         """By expected tensor, the row of the same module name where only one tensor of each side has it."""
-        saved, wanted = module_names(self._paths), module_names([each.path for each in self._expected])
-        n_saved, n_wanted = Counter(saved), Counter(wanted)
-        lone = {name: row for row, name in enumerate(saved) if n_saved[name] == 1}
+        known = [_neutral(path) for path in self._paths]
+        saved = module_names([path for path, _ in known])
+        wanted = module_names([_neutral(each.path)[0] for each in self._expected])
+        rows: dict[str, list[tuple[bool, int, int]]] = {}
+        for row, (name, (_, owner)) in enumerate(zip(saved, known, strict=True)):
+            rows.setdefault(name, []).append((owner != self._rank, -1 if owner is None else owner, row))
+        n_wanted = Counter(wanted)
+        lone = {name: min(found)[2] for name, found in rows.items() if len(found) == 1 or min(found)[1] >= 0}
         return [lone.get(name, -1) if n_wanted[name] == 1 else -1 for name in wanted]
 
     def by_module(self, number: int) -> int:
         """Row of an expected tensor by the name that the module itself gives it, -1 where that is not clear."""
         return self._rows[number]
+
+
+_OPTIMIZERS = frozenset({"optim", "optimizer", "optimizer_state_dict"})
+_EXTRA_STATE = "extra_state"
+_OWNER = re.compile(r"@rank(\d{1,9})$")
+
+
+def _neutral(path: KeyPath) -> tuple[KeyPath, int | None]:
+    """A path with one word for the optimizer and without the one for extra state, and the rank that it is named for.
+
+    >>> _neutral(("optim", "state", "w")), _neutral(("extra_state", "rng@rank3"))
+    ((('optimizer', 'state', 'w'), None), (('rng',), 3))
+    """
+    if len(path) < 2:
+        return path, None
+    if path[0] in _OPTIMIZERS:
+        return ("optimizer", *path[1:]), None
+    if path[0] != _EXTRA_STATE:
+        return path, None
+    last = str(path[-1])
+    match = _OWNER.search(last)
+    bare: KeyPath = path[1:] if match is None else (*path[1:-1], last[: match.start()])
+    return bare, None if match is None else int(match[1])
 
 
 def _asked(names: NameMap | None, fqn: str) -> str:
@@ -147,7 +178,7 @@ def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
     """Tensors that no rank's state has, of those parts of the checkpoint that it has some tensor of.
 
     A part is a section (model, optimizer, other) below one outermost key, so that a model loads without the optimizer
-    that was saved beside it.
+    that was saved beside it. What single ranks have saved for themselves is nobody else's.
     """
     tensors = manifest.tensors
     paths = tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
@@ -159,7 +190,7 @@ def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
     return [
         Problem("unexpected", tensors.fqns[row], "not in the state")
         for row, part in enumerate(parts)
-        if row not in used and part in wanted
+        if row not in used and part in wanted and _neutral(paths[row])[1] is None
     ]
 
 
@@ -168,12 +199,14 @@ class SavedValues:
 
     def __init__(self, blobs: Sequence[Blob], rank: int) -> None:
         self._by_name: dict[str, Blob] = {}
+        self._by_neutral: dict[str, Blob] = {}
         for blob in blobs:
             if not blob.is_loaded:
                 continue
-            name = ".".join(str(key) for key in (blob.path or (blob.fqn,)))
-            if name not in self._by_name or blob.rank == rank:
-                self._by_name[name] = blob
+            path = blob.path or (blob.fqn,)
+            for name, known in ((_dotted(path), self._by_name), (_dotted(_neutral(path)[0]), self._by_neutral)):
+                if name not in known or blob.rank == rank:
+                    known[name] = blob
 
     @cached_property
     def _by_module(self) -> dict[str, Blob]:
@@ -188,13 +221,18 @@ class SavedValues:
 
         Of objects that every rank saved for itself this rank's is taken, and where there is none the first.
         """
-        keys = [str(key) for key in path]
-        for depth in range(len(keys), 0, -1):
-            blob = self._by_name.get(".".join(keys[:depth]))
-            if blob is not None:
-                return _inside(blob.value, keys[depth:])
-        blob = self._by_module.get(".".join(keys))
+        for known, named in ((self._by_name, path), (self._by_neutral, _neutral(path)[0])):
+            keys = [str(key) for key in named]
+            for depth in range(len(keys), 0, -1):
+                blob = known.get(".".join(keys[:depth]))
+                if blob is not None:
+                    return _inside(blob.value, keys[depth:])
+        blob = self._by_module.get(_dotted(path))
         return (False, None) if blob is None else (True, blob.value)
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(str(key) for key in path)
 
 
 def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:

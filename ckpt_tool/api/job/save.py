@@ -25,15 +25,16 @@ def save(  # noqa: PLR0913 - the options of a command
     step: int | None = None,
     overwrite: bool = True,
     durable: bool = True,
+    digests: bool | None = None,
     overlap_staging: bool = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
     """Save ``state``; every rank of the process group calls this with its own state.
 
     Tensors may be plain (the same on every rank that has one of that name), DTensors of any placements, ShardedTensors,
-    or parameters made of these. Of what several ranks hold, one writes; nothing is gathered. Other values are written
-    by the lowest rank that has one of that name. Modules stand for their state dicts, as do other objects that have
-    one.
+    parameters made of these, or what megatron-core wraps. Of what several ranks hold, one writes; nothing is gathered.
+    Other values are written by the lowest rank that has one of that name. Modules stand for their state dicts, as do
+    other objects that have one.
 
     The state is copied into shared memory, from which a process beside each rank writes it. When the call returns the
     state may be changed, unless ``overlap_staging`` is set. At most two saves are under way: a third one waits. Saves
@@ -46,7 +47,9 @@ def save(  # noqa: PLR0913 - the options of a command
         state: nested dicts and lists, as ``{"model": model.state_dict(), "optim": ...}``.
         url: a folder to be made, as a path that all ranks see, or a URL (S3, HDFS, what fsspec knows).
         async_: return when the state is copied; otherwise when the checkpoint is complete.
-        format: a format whose files ranks can write together: ``dcp``, which ``torch.distributed.checkpoint`` reads.
+        format: a format whose files ranks can write together: ``dcp``, which ``torch.distributed.checkpoint`` reads;
+            ``safetensors``, a file for each rank; ``bytecheckpoint``; or ``megatron``, for what ``sharded_state_dict``
+            of megatron-core gives.
         process_group: the ranks that take part, None for all.
         extra_state: objects of this rank alone (random states, positions in data), to be read by `load_extra_state`.
         on_resize: what becomes of them when another number of ranks loads: each rank gets that of its number
@@ -55,6 +58,9 @@ def save(  # noqa: PLR0913 - the options of a command
         overwrite: replace a checkpoint that is there already once the new one is complete, in one step but on S3,
             where the old one goes when all new bytes have arrived.
         durable: wait until bytes are on the device. False for measurements only.
+        digests: sum up each tensor's content on the way, and leave the sums in ``<url>.digests.json``, by which
+            ``ckpt verify --manifest`` proves this checkpoint, and any conversion of it. None for doing so where it
+            costs little: where boxes have their bytes in runs of 1 KiB and more in their tensors.
         overlap_staging: return before the state is copied; call ``handle.wait_staged()`` before it is changed.
         timeout_s: longest time that the save may take, and that a rank waits for others.
 
@@ -64,5 +70,5 @@ def save(  # noqa: PLR0913 - the options of a command
     saver = saver_of(process_group)
     return saver.save(
         state, url, async_=async_, format=format, extra_state=extra_state, on_resize=on_resize, step=step,
-        overwrite=overwrite, durable=durable, overlap_staging=overlap_staging, timeout_s=timeout_s,
+        overwrite=overwrite, durable=durable, digests=digests, overlap_staging=overlap_staging, timeout_s=timeout_s,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.api.job.extra_state import OnResize, extra_path, world_record
+from ckpt_tool.api.job.save_entries import Entries, Staged, entries_of
 from ckpt_tool.api.job.save_handle import SaveHandle
 from ckpt_tool.engine.save.arena import Arena, arrange
 from ckpt_tool.engine.save.client import WriterClient
@@ -24,8 +25,8 @@ from ckpt_tool.engine.save.commands import SaveCommand, Structure
 from ckpt_tool.engine.save.log import Operation, OperationLog
 from ckpt_tool.engine.save.wire import described
 from ckpt_tool.errors import CkptError, StorageError, UsageError
+from ckpt_tool.formats.registry import joint_writer
 from ckpt_tool.manifest.model import KeyPath
-from ckpt_tool.records import dataclass
 from ckpt_tool.storage.urls import is_local, local_path
 
 if TYPE_CHECKING:
@@ -36,15 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Saver", "saver_of"]
 
 _N_ARENAS = 2
-
-
-@dataclass(slots=True)
-class _Staged:
-    """What the arenas are filled with."""
-
-    structure: Structure
-    views: list[Any]
-    objects: list[Any]
 
 
 class Saver:
@@ -65,7 +57,7 @@ class Saver:
         self._stagers: dict[tuple[int, str, bool], Stager] = {}
         self._object_bytes = ObjectBytes()
         self._states = HeldStates()
-        self._structure: tuple[tuple[KeyPath, ...], Structure] | None = None
+        self._entries: tuple[str, tuple[KeyPath, ...], Entries] | None = None
         self._handles: list[SaveHandle] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         self._is_closed = False
@@ -82,6 +74,7 @@ class Saver:
         step: int | None,
         overwrite: bool,
         durable: bool,
+        digests: bool | None,
         overlap_staging: bool,
         timeout_s: float,
     ) -> SaveHandle:
@@ -96,7 +89,7 @@ class Saver:
         arena = number % _N_ARENAS
         command = SaveCommand(
             number=number, url=place, format=format, key="", arena=arena, is_partial=False, timeout_s=timeout_s,
-            overwrite=overwrite, durable=durable, is_urgent=not async_, objects=(),
+            overwrite=overwrite, durable=durable, digests=digests, is_urgent=not async_, objects=(),
         )  # fmt: skip
         operations: list[Operation] = []
         name = number if step is None else step
@@ -106,7 +99,7 @@ class Saver:
         handle.operations = operations
         try:
             with clock("walk"):
-                held = self._held(state, extra_state, on_resize)
+                held = self._held(state, format, extra_state, on_resize)
             with clock("wait"):
                 self._await_arena(arena, timeout_s)
             ready, stager = self._prepared(held, command, clock)
@@ -177,34 +170,26 @@ class Saver:
             raise UsageError("nothing was saved yet")
         return self._client
 
-    def _held(self, state: Any, extra_state: Mapping[str, Any] | None, on_resize: OnResize) -> _Staged:
+    def _held(self, state: Any, format: str, extra_state: Mapping[str, Any] | None, on_resize: OnResize) -> Staged:
         """What this rank holds, as columns with memory; the columns of the save before where they are the same."""
-        from ckpt_tool.engine.save.staging import structure_of
-
         extra = list(self._extra(extra_state, on_resize))
         extra_paths = tuple(path for path, _ in extra)
+        extra_values = [value for _, value in extra]
         known = self._states.same(state)
-        if known is not None and self._structure is not None and self._structure[0] == extra_paths:
+        if known is not None and self._entries is not None and self._entries[:2] == (format, extra_paths):
             views, values = known
-            return _Staged(self._structure[1], views, [value for _, value in [*values, *extra]])
+            return self._entries[2].of(views, [*values, *extra_values])
         held = self._states.held(state)
-        tensors, boxes, views = [], [], []
-        for row, tensor in enumerate(held.tensors):
-            tensors.append((tensor.path, tensor.dtype, tensor.shape))
-            for part in tensor.parts:
-                boxes.append((row, part.box.offsets, part.box.sizes))
-                views.append(part.view)
-        values = [*held.values, *extra]
-        structure = structure_of(tensors, boxes, views, [path for path, _ in values])
-        self._structure = (extra_paths, structure)
-        return _Staged(structure, views, [value for _, value in values])
+        entries = entries_of(joint_writer(format), held, extra_paths, self.rank)
+        self._entries = (format, extra_paths, entries)
+        views = [part.view for tensor in held.tensors for part in tensor.parts]
+        return entries.of(views, [*(each.value for each in held.values), *extra_values])
 
     def _extra(self, extra_state: Mapping[str, Any] | None, on_resize: OnResize) -> Iterator[tuple[KeyPath, Any]]:
         """Objects of this rank alone, under names of its own."""
         if extra_state is None or self._place is None:
             return
-        if self.rank == 0:
-            yield world_record(self._place.size, on_resize)
+        yield world_record(self._place.size, on_resize, extra_state)
         for name, value in extra_state.items():
             if on_resize != "rank0":
                 yield extra_path(name, self.rank), value
@@ -220,7 +205,7 @@ class Saver:
             if not self._running().await_arena(number, timeout_s):
                 raise StorageError(f"the save before the last one is still being written after {timeout_s:,.0f} s")
 
-    def _prepared(self, held: _Staged, command: SaveCommand, clock: _Clock) -> tuple[SaveCommand, Stager]:
+    def _prepared(self, held: Staged, command: SaveCommand, clock: _Clock) -> tuple[SaveCommand, Stager]:
         """The command with its objects, and a stager for what this rank is to stage."""
         from ckpt_tool.engine.save.staging import Stager, pin
 

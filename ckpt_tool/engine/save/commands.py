@@ -74,6 +74,8 @@ class SaveCommand:
     timeout_s: float
     overwrite: bool
     durable: bool
+    digests: bool | None
+    """Whether each tensor's digest is taken on the way; None where that is cheap."""
     is_urgent: bool
     """Whether somebody waits for it."""
     objects: tuple[bytes, ...]
@@ -85,7 +87,7 @@ class SaveCommand:
         fields = {
             "number": self.number, "url": self.url, "format": self.format, "key": self.key, "arena": self.arena,
             "is_partial": self.is_partial, "timeout_s": self.timeout_s, "overwrite": self.overwrite,
-            "durable": self.durable, "is_urgent": self.is_urgent, "error": self.error,
+            "durable": self.durable, "digests": self.digests, "is_urgent": self.is_urgent, "error": self.error,
             "lengths": [len(data) for data in self.objects],
         }  # fmt: skip
         return Message("save", fields, b"".join(self.objects))

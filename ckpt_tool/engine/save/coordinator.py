@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ckpt_tool.engine.save.assignment import Assigned, GlobalState, assign
 from ckpt_tool.engine.save.columns import HeldState, Names, fqn_of
 from ckpt_tool.engine.save.rounds import Report
 from ckpt_tool.errors import CkptError, LayoutError, StorageError
-from ckpt_tool.formats.base import JointWriter, PlacedObject, Segment
+from ckpt_tool.formats.joint import Joined, JointWriter, PlacedObject
+from ckpt_tool.manifest.digest import Part, content_digest
+from ckpt_tool.manifest.digest_table import DigestRow, DigestTable
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.shared_folder import SharedTarget
 
 __all__ = ["Coordinator", "Stale"]
@@ -28,6 +34,16 @@ class Stale(CkptError):
     """What ranks remember does not fit together any more; they must forget it and plan anew."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """What ranks wrote together."""
+
+    tensors: TensorTable
+    tensor: IntArray
+    """int64[n]: of each box, in order of ranks and of what each of them wrote."""
+    joined: Joined
+
+
 class Coordinator:
     """Plans and commits for all ranks."""
 
@@ -35,7 +51,7 @@ class Coordinator:
         self._size = size
         self._names: dict[str, Names] = {}
         self._assigned: dict[tuple[int, str], Assigned] = {}
-        self._joins: OrderedDict[bytes, Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]] = OrderedDict()
+        self._joins: OrderedDict[bytes, _Parts] = OrderedDict()
 
     def forget(self) -> None:
         """Let go of all assignments."""
@@ -78,9 +94,11 @@ class Coordinator:
             told = ", ".join(f"rank {rank} to {url}" for url, rank in sorted(places.items(), key=lambda each: each[1]))
             raise LayoutError(f"ranks save to different places: {told}")
         files = {path: int(nbytes) for entry in entries for path, nbytes in entry["files"].items()}
-        last = self._joined(entries, writer)(list(self._objects(entries)))
         receipts = {path: receipt for entry in entries for path, receipt in entry["receipts"].items()}
-        target.commit(files, [(segment.path, segment.data) for segment in last], receipts)
+        parts = self._parts(entries, writer)
+        last = parts.joined.last(list(self._objects(entries)), files)
+        digests = _digests(parts, entries, writer.name)
+        target.commit(files, [(segment.path, segment.data) for segment in last], receipts, digests)
         return sum(files.values()) + sum(len(segment.data) for segment in last)
 
     def _known(self, entry: Mapping[str, Any]) -> Assigned:
@@ -89,9 +107,7 @@ class Coordinator:
             raise Stale(f"rank {entry['rank']} has written by a plan that is not known here")
         return found
 
-    def _joined(
-        self, entries: Sequence[Mapping[str, Any]], writer: JointWriter
-    ) -> Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]:
+    def _parts(self, entries: Sequence[Mapping[str, Any]], writer: JointWriter) -> _Parts:
         """What joins the parts of these structures; made once for each combination of them."""
         text = "\n".join([writer.name, *(str(entry["key"]) for entry in entries)])
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -101,7 +117,8 @@ class Coordinator:
             together = GlobalState({rank: each.held for rank, each in parts.items()})
             boxes = together.boxes({rank: (each.held, each.rows) for rank, each in parts.items()})
             together.check(boxes)
-            found = self._joins[key] = writer.join(together.tensors, boxes)
+            joined = writer.join(together.tensors, boxes, self._size)
+            found = self._joins[key] = _Parts(together.tensors, boxes.tensor.astype(np.int64), joined)
             if len(self._joins) > _MAX_JOINS:
                 self._joins.popitem(last=False)
         return found
@@ -115,3 +132,21 @@ class Coordinator:
                 fqn = fqn_of(keys)
                 placed.setdefault(fqn, PlacedObject(fqn, keys, FileRange(path, offset, length)))
         return list(placed.values())
+
+
+def _digests(parts: _Parts, entries: Sequence[Mapping[str, Any]], format_name: str) -> bytes | None:
+    """The manifest of digests, from what each box adds to its tensor's; None where a rank has taken none."""
+    told = [entry["linear"] for entry in entries]
+    if any(each is None for each in told):
+        return None
+    tensors = parts.tensors
+    linear = np.zeros(len(tensors), dtype=np.uint32)
+    np.bitwise_xor.at(linear, parts.tensor, np.frombuffer(bytes.fromhex("".join(told)), dtype="<u4"))
+    rows = []
+    columns = (parts.joined.fqns, tensors.section.tolist(), tensors.dtypes, tensors.nbytes.tolist(), linear.tolist())
+    for row, (fqn, section, dtype, nbytes, form) in enumerate(zip(*columns, strict=True)):
+        if fqn is None:
+            continue
+        digest = content_digest(Part(nbytes, form), dtype.name, tensors.shape_of(row), nbytes, wide=False)
+        rows.append(DigestRow(fqn, SECTIONS[section], digest))
+    return DigestTable(format_name, tuple(rows)).to_text().encode()

@@ -27,9 +27,8 @@ from ckpt_tool.engine.save.links import Links, Place
 from ckpt_tool.engine.save.rounds import PlanEntry, Report, Round
 from ckpt_tool.engine.save.shares import Share, shares_message, shares_of, told
 from ckpt_tool.engine.save.wire import Connection, Message, described
-from ckpt_tool.engine.save.work import Work
+from ckpt_tool.engine.save.work import Layouts, Work
 from ckpt_tool.errors import StorageError
-from ckpt_tool.formats.base import RankLayOut
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["WriterProcess", "main"]
@@ -70,7 +69,7 @@ class WriterProcess:
         self._structures: dict[str, Structure] = {}
         self._assigned: dict[str, Assigned] = {}
         self._arenas: dict[int, Arena] = {}
-        self._layouts: dict[tuple[str, str], RankLayOut] = {}
+        self._layouts: Layouts = {}
         self._waiting: deque[SaveCommand] = deque()
         self._save: _Save | None = None
         self._early: dict[int, list[tuple[int, Report]]] = {}
@@ -132,7 +131,7 @@ class WriterProcess:
         save = _Save(
             command,
             Round([self._place.rank, *self._place.children]),
-            Work(command, self._place.rank, self._token(number), self._arenas.get(command.arena), self._layouts),
+            Work(command, self._place, self._token(number), self._arenas.get(command.arena), self._layouts),
             time.monotonic() + command.timeout_s + (_ROOT_S if self._is_root else 0.0),
         )
         self._save = save

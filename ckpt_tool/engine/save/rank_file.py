@@ -6,7 +6,7 @@ not row-major. Checksums run one block ahead in a thread of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.save.arena import StagedBox
+from ckpt_tool.engine.save.sums import BoxPlace, BoxSums
 from ckpt_tool.errors import StorageError
-from ckpt_tool.formats.base import RankLayOut
+from ckpt_tool.formats.joint import RankLayOut
+from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.shared_folder import SharedFile, SharedTarget
 
@@ -44,6 +45,8 @@ class WrittenFiles:
     payload_nbytes: int
     receipts: dict[str, Any]
     """What storage said of each file, where it said something; see `SharedFile.finish`."""
+    linear: bytes
+    """What each box adds to its tensor's digest (`BoxSums.linear`); empty where no digests are taken."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,8 @@ def write_rank_files(
     layout: RankLayOut,
     boxes: Sequence[StagedBox],
     memory: memoryview,
-    objects: Sequence[bytes],
+    objects: Sequence[tuple[KeyPath, bytes]],
+    places: Sequence[BoxPlace] | None,
     *,
     is_cancelled: Callable[[], bool],
 ) -> WrittenFiles:
@@ -72,7 +76,8 @@ def write_rank_files(
         layout: what lies around the boxes.
         boxes: where each box of the layout is staged.
         memory: the arena.
-        objects: whole items.
+        objects: keys and bytes of whole items.
+        places: where the boxes lie in their tensors, for digests; None where none are taken.
         is_cancelled: asked between blocks.
 
     Raises:
@@ -80,15 +85,14 @@ def write_rank_files(
         Cancelled: ``is_cancelled`` said so.
     """
     files = dict(layout.files)
-    end = files.get(layout.object_path, 0)
     placed = []
-    for data in objects:
-        placed.append((layout.object_path, end, len(data)))
-        end += len(data)
-    if objects or layout.object_path in files:
-        files[layout.object_path] = end
-    with _Open(target, files) as opened, ThreadPoolExecutor(1) as checker:
-        sums = [0] * len(boxes)
+    for keys, data in objects:
+        path = layout.object_path(keys)
+        start = files.get(path, 0)
+        placed.append((path, start, len(data)))
+        files[path] = start + len(data)
+    with _Open(target, files, layout.starts) as opened, ThreadPoolExecutor(1) as checker:
+        sums = BoxSums(len(boxes), places)
         blocks = _blocks(layout, boxes, memory)
         block = next(blocks, None)
         checked = checker.submit(_check, block, sums)
@@ -98,20 +102,22 @@ def write_rank_files(
             checked = checker.submit(_check, following, sums)
             if is_cancelled():
                 raise Cancelled
-            opened.file(block.path).write(list(_buffers(block, layout, sums)))
+            opened.file(block.path).write(list(_buffers(block, layout, sums.crc32s)))
             block = following
-        if objects:
-            opened.file(layout.object_path).write([memoryview(data) for data in objects])
+        for (path, _, _), (_, data) in zip(placed, objects, strict=True):
+            opened.file(path).write([memoryview(data)])
         receipts = opened.finish()
-    return WrittenFiles(files, tuple(placed), sum(box.nbytes for box in boxes), receipts)
+    linear = b"" if places is None else sums.linear()
+    return WrittenFiles(files, tuple(placed), sum(box.nbytes for box in boxes), receipts, linear)
 
 
 class _Open:
     """Files of one rank, in the making."""
 
-    def __init__(self, target: SharedTarget, files: dict[str, int]) -> None:
+    def __init__(self, target: SharedTarget, files: dict[str, int], starts: Mapping[str, bytes]) -> None:
         self._target = target
         self._nbytes = files
+        self._starts = starts
         self._files: dict[str, SharedFile] = {}
 
     def __enter__(self) -> Self:
@@ -126,6 +132,8 @@ class _Open:
             if path not in self._nbytes:
                 raise StorageError("the layout has no such file", where=path)
             self._files[path] = self._target.create(path, self._nbytes[path])
+            if self._starts.get(path):
+                self._files[path].write([memoryview(self._starts[path])])
         return self._files[path]
 
     def finish(self) -> dict[str, Any]:
@@ -134,10 +142,10 @@ class _Open:
 
 
 def _blocks(layout: RankLayOut, boxes: Sequence[StagedBox], memory: memoryview) -> Iterator[_Block]:
-    """Payload in order of rows, in blocks of about `BLOCK_NBYTES` of one file each."""
+    """Payload in the layout's order, in blocks of about `BLOCK_NBYTES` of one file each."""
     block: _Block | None = None
-    for row, box in enumerate(boxes):
-        path = layout.paths[row]
+    for row in layout.order.tolist():
+        box, path = boxes[row], layout.paths[row]
         if block is not None and block.path != path:
             yield block
             block = None
@@ -175,10 +183,10 @@ def _bits(itemsize: int) -> npt.DTypeLike:
     return {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[itemsize]
 
 
-def _check(block: _Block | None, sums: list[int]) -> None:
+def _check(block: _Block | None, sums: BoxSums) -> None:
     if block is not None:
-        for row, piece, _, _ in block.pieces:
-            sums[row] = crc32(piece, sums[row])
+        for row, piece, _, is_last in block.pieces:
+            sums.add(row, piece, is_last=is_last)
 
 
 def _buffers(block: _Block, layout: RankLayOut, sums: Sequence[int]) -> Iterator[memoryview]:

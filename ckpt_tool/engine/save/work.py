@@ -14,25 +14,27 @@ from ckpt_tool.engine.save.arena import Arena
 from ckpt_tool.engine.save.assignment import Assigned, GlobalState
 from ckpt_tool.engine.save.commands import SaveCommand, Structure
 from ckpt_tool.engine.save.coordinator import Coordinator
+from ckpt_tool.engine.save.links import Place
 from ckpt_tool.engine.save.rank_file import write_rank_files
 from ckpt_tool.engine.save.rounds import Report
-from ckpt_tool.errors import StorageError, Unsupported
-from ckpt_tool.formats.base import JointWriter, RankLayOut
-from ckpt_tool.formats.registry import writer
+from ckpt_tool.engine.save.sums import BoxPlace, are_cheap, places_of
+from ckpt_tool.errors import StorageError
+from ckpt_tool.formats.joint import RankLayOut
+from ckpt_tool.formats.registry import joint_writer
 from ckpt_tool.storage.shared_folder import SharedTarget, open_shared
 
 __all__ = ["Layouts", "Work"]
 
-Layouts = MutableMapping[tuple[str, str], RankLayOut]
-"""What one rank writes, by format and structure."""
+Layouts = MutableMapping[tuple[str, str], tuple[RankLayOut, list[BoxPlace]]]
+"""What one rank writes, and where it lies in the tensors, by format and structure."""
 
 
 class Work:
     """One save of one rank."""
 
-    def __init__(self, command: SaveCommand, rank: int, token: str, arena: Arena | None, layouts: Layouts) -> None:
+    def __init__(self, command: SaveCommand, place: Place, token: str, arena: Arena | None, layouts: Layouts) -> None:
         self._command = command
-        self._rank = rank
+        self._place = place
         self._token = token
         self._arena = arena
         self._layouts = layouts
@@ -59,20 +61,24 @@ class Work:
             target = self._target
             target.check()
             with self._operation("lay out", assigned.nbytes):
-                layout = self._layout(structure, assigned)
+                layout, places = self._layout(structure, assigned)
             objects = list(command.objects)
             if not command.is_partial:
                 objects = [objects[row] for row in assigned.objects]
+            keys = [structure.held.names.objects[row] for row in assigned.objects]
             boxes = structure.staged(assigned.rows if command.is_partial else None, assigned.rows)
+            takes_digests = are_cheap(places) if command.digests is None else command.digests
             with self._operation("write", assigned.nbytes):
                 written = write_rank_files(
-                    target, layout, boxes, arena.memory, objects, is_cancelled=self._is_given_up.is_set
-                )
+                    target, layout, boxes, arena.memory, list(zip(keys, objects, strict=True)),
+                    places if takes_digests else None, is_cancelled=self._is_given_up.is_set,
+                )  # fmt: skip
         finally:
             self._is_idle.set()
         return {
             "key": command.key, "url": command.url, "files": written.files, "objects": written.objects,
-            "receipts": written.receipts, "payload_nbytes": written.payload_nbytes, "operations": self._taken(),
+            "receipts": written.receipts, "linear": written.linear.hex() if takes_digests else None,
+            "payload_nbytes": written.payload_nbytes, "operations": self._taken(),
         }  # fmt: skip
 
     def commit(self, coordinator: Coordinator, report: Report) -> dict[str, Any]:
@@ -110,16 +116,18 @@ class Work:
     @cached_property
     def _target(self) -> SharedTarget:
         command = self._command
-        return open_shared(command.url, self._token, overwrite=command.overwrite, durable=command.durable)
+        commit_path = joint_writer(command.format).commit_path
+        return open_shared(command.url, self._token, commit_path, overwrite=command.overwrite, durable=command.durable)
 
-    def _layout(self, structure: Structure, assigned: Assigned) -> RankLayOut:
+    def _layout(self, structure: Structure, assigned: Assigned) -> tuple[RankLayOut, list[BoxPlace]]:
         key = (self._command.format, structure.key)
         found = self._layouts.get(key)
         if found is None:
-            state = GlobalState({self._rank: assigned.held})
-            boxes = state.boxes({self._rank: (assigned.held, assigned.rows)})
-            found = joint_writer(self._command.format).lay_out_rank(state.tensors, boxes, self._rank)
-            self._layouts[key] = found
+            rank = self._place.rank
+            state = GlobalState({rank: assigned.held})
+            boxes = state.boxes({rank: (assigned.held, assigned.rows)})
+            layout = joint_writer(self._command.format).lay_out_rank(state.tensors, boxes, rank, self._place.size)
+            found = self._layouts[key] = (layout, places_of(assigned.held, assigned.rows))
         return found
 
     @contextmanager
@@ -138,16 +146,3 @@ def _set_policy(thread_id: int, policy: str) -> None:
     if hasattr(os, policy):
         with suppress(OSError):
             os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
-
-
-def joint_writer(name: str) -> JointWriter:
-    """The writer called ``name``, which ranks can use together.
-
-    Raises:
-        UsageError: no such writer.
-        Unsupported: it lays a checkpoint out as a whole only.
-    """
-    found = writer(name)
-    if not isinstance(found, JointWriter):  # a protocol, checked by its methods
-        raise Unsupported(f"{name} cannot be written by ranks together", hint='save as "dcp", then run ckpt export')
-    return found

@@ -15,15 +15,17 @@ from ckpt_tool.formats._dcp.written_items import object_item
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
-from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.bytecheckpoint.keys import Key, key_of, rank_of, with_names
 from ckpt_tool.formats.bytecheckpoint.location import SECTIONS, TRACKER
 from ckpt_tool.formats.bytecheckpoint.metadata_pickle import metadata_pickle
+from ckpt_tool.formats.bytecheckpoint.rank_sections import holder_of, join_sections, sections_of_rank
 from ckpt_tool.formats.bytecheckpoint.wrapper import with_wrapper
+from ckpt_tool.formats.joint import Entry, Joined, PlainEntries, RankLayOut
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS as MANIFEST_SECTIONS
-from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "ByteCheckpointWriter"]
@@ -35,11 +37,12 @@ _NAMED = (
 )
 
 
-class ByteCheckpointWriter:
+class ByteCheckpointWriter(PlainEntries):
     """Lays out what ``bytecheckpoint.load`` (0.0.2) reads: FSDP, FSDP2 and DDP take what they need from one layout."""
 
     name = "bytecheckpoint"
     per_rank = False
+    commit_path = f"{SECTIONS[0]}/{METADATA_NAME}"
 
     def restyled(
         self, source: Manifest, blobs: Sequence[Blob], style: Literal["ids", "fqn", "fqn-flat"]
@@ -99,6 +102,28 @@ class ByteCheckpointWriter:
 
         has_payload = any(storage.rows for file in extra for storage in file.storages)
         return LayOut(manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if extra else None)
+
+    def holder(self, entry: Entry, rank: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+        """Parameter groups are one object, and so is all that is neither the model's nor the optimizer's."""
+        return holder_of(entry, rank)
+
+    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:
+        """Raw tensors in a file for each section, objects behind them, and a file of extra state.
+
+        Raises:
+            Unsupported: dtypes that torch cannot hold.
+        """
+        del world_size
+        return sections_of_rank(tensors, boxes, rank)
+
+    def join(self, tensors: TensorTable, boxes: BoxTable, world_size: int) -> Joined:
+        """The ``.metadata`` of each section.
+
+        Raises:
+            LayoutError: two boxes of a tensor begin at the same place, or two entries have one key.
+        """
+        del world_size
+        return join_sections(tensors, boxes)
 
 
 @dataclass

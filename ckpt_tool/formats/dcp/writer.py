@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-
-import numpy as np
 
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import MetadataPickle, WrittenChunks, WrittenItem, WrittenTensor
@@ -20,20 +18,19 @@ from ckpt_tool.formats._dcp.placed_items import (
     sealed,
     written_tensors,
 )
+from ckpt_tool.formats._dcp.rank_items import items_of_rank
 from ckpt_tool.formats._dcp.written_items import foreign_names, object_item
 from ckpt_tool.formats.base import (
     BoxTable,
     LaterSegments,
     LayOut,
-    PlacedObject,
-    RankLayOut,
     Segment,
     WriteRequest,
 )
 from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
 from ckpt_tool.formats.dcp.sidecar import MIN_CHUNKS, SIDECAR_NAME, sidecar_bytes
 from ckpt_tool.formats.dcp.written_sidecar import sidecar_of
-from ckpt_tool.geometry.columns import distinct
+from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayOut
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 from ckpt_tool.records import dataclass
@@ -41,7 +38,7 @@ from ckpt_tool.records import dataclass
 __all__ = ["WRITER", "DcpWriter"]
 
 
-class DcpWriter:
+class DcpWriter(PlainEntries):
     """Lays out what ``torch.distributed.checkpoint.load`` of torch 2.4 and later reads, into any parallel layout.
 
     ``metadata`` makes the content of ``.metadata``, for programs that have one of their own.
@@ -49,6 +46,7 @@ class DcpWriter:
 
     name = "dcp"
     per_rank = False
+    commit_path = METADATA_NAME
 
     def __init__(self, metadata: Callable[..., MetadataPickle] = metadata_pickle) -> None:
         self._metadata = metadata
@@ -100,49 +98,35 @@ class DcpWriter:
             seal=lambda crc32s: sealed(placed, crc32s),
         )
 
-    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int) -> RankLayOut:
+    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:
         """``__<rank>_0.distcp``: the items of the rank's boxes, behind which its objects go.
 
         Raises:
             Unsupported: dtypes that torch cannot hold.
         """
-        used = distinct(boxes.tensor.astype(np.int64))
-        own = tensors.take(used)
-        check_dtypes(own)
-        width = own.shape.shape[1]
-        rows = np.searchsorted(used, boxes.tensor).astype(np.int32)
-        columns = BoxTable(rows, boxes.offsets[:, :width], boxes.sizes[:, :width], boxes.rank)
-        files = GrowingFiles()
-        placed = place_boxes(own, columns, files, _path)
-        kinds = list(placed.kinds(np.arange(len(boxes))))
-        path = _path(rank)
-        return RankLayOut(
-            files={path: files.nbytes.get(path, 0)},
-            paths=(path,) * len(boxes),
-            offset=placed.item_offset + placed.head_nbytes,
-            heads=tuple(kind.head for kind in kinds),
-            rear=lambda row, crc32: kinds[row].rear(crc32 if kinds[row].payload_nbytes else 0),
-            object_path=path,
-        )
+        del world_size
+        return items_of_rank(tensors, boxes, _path(rank))
 
-    def join(self, tensors: TensorTable, boxes: BoxTable) -> Callable[[Sequence[PlacedObject]], tuple[Segment, ...]]:
+    def join(self, tensors: TensorTable, boxes: BoxTable, world_size: int) -> Joined:
         """``.metadata``.
 
         Raises:
             LayoutError: two boxes of a tensor begin at the same place.
         """
+        del world_size
         placed = place_boxes(tensors, boxes, GrowingFiles(), _path)
         written, chunks = written_tensors(tensors, boxes, placed, _named_paths(tensors))
         save_id = _save_id(tensors, len(boxes))
 
-        def metadata(objects: Sequence[PlacedObject]) -> tuple[Segment, ...]:
+        def metadata(objects: Sequence[PlacedObject], files: Mapping[str, int]) -> tuple[Segment, ...]:
+            del files
             items = [
                 (each.fqn, each.path, WrittenItem(each.where.path, each.where.offset, each.where.length))
                 for each in objects
             ]
-            return (Segment(METADATA_NAME, 0, metadata_pickle(written, chunks, items, save_id=save_id).finished()),)
+            return (Segment(METADATA_NAME, 0, self._metadata(written, chunks, items, save_id=save_id).finished()),)
 
-        return metadata
+        return Joined(tensors.fqns, metadata)
 
 
 def _place_blobs(request: WriteRequest, files: GrowingFiles) -> list[tuple[Blob, WrittenItem]]:

@@ -26,9 +26,11 @@ from ckpt_tool.formats._dcp.placed_items import (
     written_tensors,
 )
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
+from ckpt_tool.formats.joint import Entry, Joined, PlainEntries, RankLayOut
 from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT
 from ckpt_tool.formats.megatron.config import CONFIG_NAME
 from ckpt_tool.formats.megatron.location import TRACKER
+from ckpt_tool.formats.megatron.rank_items import CONFIG, holder_of, items_of, join_items
 from ckpt_tool.formats.megatron.target_boxes import target_boxes, weight_key
 from ckpt_tool.formats.megatron.target_common import COMMON_STEP, is_distributed, parts_of_ranks, target_common
 from ckpt_tool.formats.megatron.target_dialect import dialect_of
@@ -51,15 +53,15 @@ from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "MegatronDistWriter"]
 
-_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_OLD_CONFIG = {**_CONFIG, "common_backend": "torch", "common_backend_version": 1}
+_OLD_CONFIG = {**CONFIG, "common_backend": "torch", "common_backend_version": 1}
 
 
-class MegatronDistWriter:
+class MegatronDistWriter(PlainEntries):
     """Lays out a run's folder: ``latest_checkpointed_iteration.txt`` and one iteration."""
 
     name = "megatron-dist"
     per_rank = False
+    commit_path = CONFIG_NAME
 
     def left_out(
         self,
@@ -152,6 +154,33 @@ class MegatronDistWriter:
             seal=layout.seal,
         )
 
+    def holder(self, entry: Entry, rank: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+        """What Megatron's wrappers name stands by itself; the rest is the common state."""
+        del rank
+        return holder_of(entry)
+
+    def as_object(self, value: Any) -> Any:
+        """Objects lie in lists of one."""
+        return [value]
+
+    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:
+        """The items of one rank, in the folder of the iteration itself.
+
+        Raises:
+            Unsupported: dtypes that torch cannot hold.
+        """
+        del world_size
+        return items_of(tensors, boxes, rank)
+
+    def join(self, tensors: TensorTable, boxes: BoxTable, world_size: int) -> Joined:
+        """``.metadata`` and ``metadata.json``.
+
+        Raises:
+            LayoutError: nothing in the state is sharded, or two boxes of a tensor begin at the same place.
+        """
+        del world_size
+        return join_items(tensors, boxes)
+
 
 WRITER = MegatronDistWriter()
 
@@ -207,7 +236,7 @@ def _laid_out(
     names = [(_stored_key(fqn, path, slot, chained), path) for fqn, path in zip(tensors.fqns, paths, strict=True)]
     written, chunks = written_tensors(stored, own, placed, names, files.places)
     flattened = {names[row][0]: shape for row, shape in shapes.items()}
-    config = _OLD_CONFIG if dialect.has_common_file else _CONFIG
+    config = _OLD_CONFIG if dialect.has_common_file else CONFIG
     known = {
         METADATA_NAME: metadata_pickle(written, chunks, files.objects, flattened if dialect.is_flattened else None),
         CONFIG_NAME: json.dumps(config).encode(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,12 +13,13 @@ import numpy as np
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._safetensors.header import build_header, entry_fields
-from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
-from ckpt_tool.formats.safetensors.names import rank_file
+from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
+from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayOut
+from ckpt_tool.formats.safetensors.names import SUFFIX, rank_file
 from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, box_fields, rank_metadata
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
 from ckpt_tool.manifest.plain import to_plain
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 
 __all__ = ["WRITER", "RankFilesWriter"]
 
@@ -26,11 +27,12 @@ _BYTES = DTYPES["uint8"]
 _SUFFIXES = {"torch_save": ".pt", "pickle": ".pkl"}
 
 
-class RankFilesWriter:
+class RankFilesWriter(PlainEntries):
     """Lays out a file per rank with the boxes that the request gives it: wide elements first, else in its order."""
 
     name = "rank-files"
     per_rank = True
+    commit_path = LAYOUT_FILE
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """Every rank gets a file, also one that stores nothing; ``ckpt_layout.json`` is the commit file.
@@ -94,6 +96,38 @@ class RankFilesWriter:
         )
         return LayOut(manifest, tuple(segments), LAYOUT_FILE)
 
+    def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:
+        """The rank's file, empty tensors that have no box included, and one with its objects back to back.
+
+        Raises:
+            Unsupported: a box of a sub-byte type does not end on a byte.
+        """
+        order = _stored_order(tensors, boxes)
+        described, fields = _describe(WriteRequest(tensors, boxes, world_size), order, adds_empty=True)
+        metadata = rank_metadata(rank=rank, world_size=world_size, axes=(), mesh_sizes=(), boxes=fields)
+        data, header = build_header(described, metadata)
+        path = rank_file(rank)
+        return RankLayOut(
+            files={path: header.data_start + header.payload_nbytes},
+            paths=(path,) * len(boxes),
+            order=order,
+            heads=(b"",) * len(boxes),
+            rear=lambda row, crc32: b"",  # noqa: ARG005
+            object_path=lambda _: f"objects/{path.removesuffix(SUFFIX)}.bin",
+            starts={path: data},
+        )
+
+    def join(self, tensors: TensorTable, boxes: BoxTable, world_size: int) -> Joined:
+        """``ckpt_layout.json``."""
+        del boxes
+
+        def layout(objects: Sequence[PlacedObject], files: Mapping[str, int]) -> tuple[Segment, ...]:
+            blobs = tuple(Blob(each.fqn, "torch_save", each.where, path=each.path) for each in objects)
+            content = Layout(world_size=world_size, files=files, order=tensors.fqns, blobs=blobs)
+            return (Segment(LAYOUT_FILE, 0, content.to_json()),)
+
+        return Joined(tensors.fqns, layout)
+
 
 def _check(request: WriteRequest) -> None:
     ranks = request.boxes.rank
@@ -112,12 +146,16 @@ def _check(request: WriteRequest) -> None:
 
 def _rows_by_rank(request: WriteRequest) -> list[IntArray]:
     """Rows of the boxes of each rank as its file has them: wide elements first, empty boxes last, else as given."""
-    boxes = request.boxes
-    bits = request.tensors.bits[boxes.tensor]
+    order = _stored_order(request.tensors, request.boxes)
+    starts = np.searchsorted(request.boxes.rank[order], np.arange(request.world_size + 1))
+    return [order[starts[r] : starts[r + 1]] for r in range(request.world_size)]
+
+
+def _stored_order(tensors: TensorTable, boxes: BoxTable) -> IntArray:
+    """Rows by rank, and within a rank as its file has them."""
     is_empty = (boxes.sizes == 0).any(axis=1)
-    order = np.lexsort((np.arange(len(boxes)), -bits, is_empty, boxes.rank))
-    starts = np.searchsorted(boxes.rank[order], np.arange(request.world_size + 1))
-    return [order[starts[r] : starts[r + 1]].astype(np.int64) for r in range(request.world_size)]
+    order = np.lexsort((np.arange(len(boxes)), -tensors.bits[boxes.tensor], is_empty, boxes.rank))
+    return order.astype(np.int64)
 
 
 def _describe(
@@ -153,7 +191,7 @@ def _boxes(
     if adds_empty:
         has_box = np.zeros(len(request.tensors), dtype=np.bool_)
         has_box[request.boxes.tensor] = True
-        for tensor in np.flatnonzero(~has_box).tolist():
+        for tensor in np.flatnonzero(~has_box & (request.tensors.numel == 0)).tolist():
             shape = request.tensors.shape_of(tensor)
             yield tensor, (0,) * len(shape), shape
 
