@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.reshard import reshard
 from tests.formats.conformance import FIXTURES
+from tests.formats.megatron.hf_training import save_dcp, torch_state
+from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, truth_from_seed
 
 pytestmark = pytest.mark.peer
 
@@ -138,6 +140,39 @@ def test_training_goes_on_in_other_stages_and_with_other_ranks_for_experts(tmp_p
             assert (found["rates"], found["names"]) == ([[0.01, 0.01]], ["all", f"ep_size_{case['ep']}"])
         else:
             assert found["rates"] == [[0.01, 0.1], [0.02, 0.0]]
+
+
+def test_training_of_other_programs_goes_on(tmp_path: Path) -> None:
+    """Runs of Megatron and of FSDP: masters, moments, step and hyperparameters, native and universal, then a step."""
+    state = torch_state(truth_from_seed(dense_shapes(4, 128))(), weights=torch.float32)
+    truth = {f"fp32/{name}": tensor for name, tensor in state["model"].items()}
+    for name, own in state["optim"]["state"].items():
+        truth |= {f"{key}/{name}": own[key] for key in ("exp_avg", "exp_avg_sq")}
+    save_file(truth, tmp_path / "truth.safetensors")
+    names: dict[str, Any] = {"names": "hf", "family": "llama", "true_vocab": 100}
+    sources = {
+        "megatron": (CHECKPOINTS / "td_full_t2p2d2/ckpt", names, 0.00012580800065610593),
+        "fsdp": (save_dcp(state, tmp_path / "source"), {}, 5e-4),
+    }
+    rows, rates = [], []
+    for program, (source, options, rate) in sources.items():
+        for stage, world in ((2, 3), (3, 2), (0, 2)):  # 0 stands for a universal one
+            to = "deepspeed" if stage else "deepspeed-universal"
+            grid = {"zero_stage": stage, "dp": world} if stage else {}
+            target = tmp_path / f"{program}{stage}"
+            reshard(source, target, to=to, dtype="bfloat16", durable=False, **options, **grid)
+            with open_checkpoint(target) as written:
+                listed = written.objects()
+            groups = [listed[f"optimizer.param_groups.{number}.params"] for number in (0, 1)]
+            rows.append(
+                {"folder": str(target), "truth": str(tmp_path / "truth.safetensors"), "stage": stage or 1,
+                 "world": world, "universal": not stage, "groups": groups}
+            )  # fmt: skip
+            rates.append([[rate, listed[f"optimizer.param_groups.{number}.weight_decay"]] for number in (0, 1)])
+    for row, rate, found in zip(rows, rates, said_of(rows, tmp_path, "ds_accept_named.py"), strict=True):
+        assert (found["wrong"], found["equal"]) == ([], 4 * found["of"]), row
+        assert sorted(found["rates"]) == sorted(rate), row
+        assert (found["steps"], found["later"], found["global_steps"]) == ([10.0], [11.0], 10), row
 
 
 def test_its_tools_take_it(targets: Mapping[str, Path], tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
-    if names != "source" and isinstance(writer, PlacingWriter | ArrangingWriter):
+    has_own_names = isinstance(writer, PlacingWriter | ArrangingWriter)
+    if has_own_names and names != "source" and not (names == "hf" and isinstance(writer, ArrangingWriter)):
         raise UsageError(f"{to} has names of its own", hint="leave out --names")
     if rank_state == "emit" and not writer.name.startswith("megatron"):
         raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
@@ -282,24 +283,28 @@ def _taken(
 ) -> Taken:
     """The source under the names that the target's program has; what few runs need is imported here, 5 ms each."""
     manifest, blobs = selected.manifest, selected.blobs
-    if isinstance(writer, ArrangingWriter):
-        manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
-        return Taken(writer.arranged(manifest, blobs, _sizes(mesh), options), blobs)
-    if isinstance(writer, PlacingWriter):
+    if isinstance(writer, PlacingWriter) and not isinstance(writer, ArrangingWriter):
         from ckpt_tool.api.convert.megatron_source import MegatronOptions, as_megatron
 
         said, tp = MegatronOptions(*of_megatron), _sizes(mesh).get("tp", 1)
         return as_megatron(checkpoint, manifest, blobs, said, tp=tp, is_live=writer.per_rank)
     if names == "source":
-        return selected
-    if isinstance(names, str):
+        taken = selected
+    elif isinstance(names, str):
         from ckpt_tool.api.convert.megatron_fsdp import as_fsdp_dtensor
 
-        return as_fsdp_dtensor(checkpoint, manifest, blobs, is_whole=is_whole)
-    from ckpt_tool.api.convert.hf_names import names_options
-    from ckpt_tool.api.convert.torch_training import as_torch_training
+        taken = as_fsdp_dtensor(checkpoint, manifest, blobs, is_whole=is_whole)
+    else:
+        from ckpt_tool.api.convert.hf_names import names_options
+        from ckpt_tool.api.convert.torch_training import as_torch_training
 
-    return as_torch_training(checkpoint, manifest, blobs, names_options(*names), is_whole=is_whole)
+        taken = as_torch_training(checkpoint, manifest, blobs, names_options(*names), is_whole=is_whole)
+    if isinstance(writer, ArrangingWriter):
+        manifest, blobs = taken.manifest, taken.blobs
+        manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))
+        manifest = writer.arranged(manifest, blobs, _sizes(mesh), options)
+        taken = replace(taken, manifest=manifest, blobs=blobs)
+    return taken
 
 
 def _carried(

@@ -21,11 +21,9 @@ from ckpt_tool.formats.deepspeed.target_facts import step_of
 from ckpt_tool.formats.deepspeed.target_files import TargetFiles
 from ckpt_tool.formats.deepspeed.target_grid import Grid
 from ckpt_tool.formats.deepspeed.target_parts import TargetParts
-from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
+from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names, with_masters_apart
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
-from ckpt_tool.formats.deepspeed.vectors import MASTER
-from ckpt_tool.manifest.alias import with_aliases
-from ckpt_tool.manifest.model import Blob, FileEntry, Manifest, TensorMeta
+from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
@@ -69,17 +67,11 @@ class DeepSpeedWriter:
         if stage not in (1, 2, 3):
             raise UsageError("the ZeRO stage of the target is not known", hint="say --zero-stage 1, 2 or 3")
         state = TargetState.of(source.tensors, blobs, source.info)
-        tensors = source.tensors
         shared = source.info.get("shared", {})
         gone = second_names(source, state)
         if stage == 3:
             gone |= {*own_masters(source, state), *state.lent.values()}
-        aliases = [
-            (row, TensorMeta(".".join(map(str, path)), tensors.dtypes[row], tensors.shape_of(row), "optimizer", path))
-            for name, row in state.lent.items()
-            for path in [(*state.prefix, "state", state.parameters[name].key, MASTER)]
-        ]
-        found = with_aliases(source, aliases)
+        found = with_masters_apart(source, state)
         found = only_tensors(found, [row for row in range(len(found.tensors)) if row not in gone])
         untrained = [name for name in state.weights if name not in state.parameters and name not in shared]
         buffers = _buffers(source, state, untrained, stage)

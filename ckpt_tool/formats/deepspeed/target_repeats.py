@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from ckpt_tool.formats.deepspeed.target_state import TargetState
 from ckpt_tool.formats.deepspeed.vectors import MASTER
-from ckpt_tool.manifest.alias import same_bytes
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.alias import same_bytes, with_aliases
+from ckpt_tool.manifest.model import Manifest, TensorMeta
 
-__all__ = ["own_masters", "second_names"]
+__all__ = ["own_masters", "second_names", "with_masters_apart"]
+
+
+def with_masters_apart(source: Manifest, state: TargetState) -> Manifest:
+    """Weights that are masters for want of others get a second name as such; a cast of the weights leaves it alone."""
+    tensors = source.tensors
+    aliases = [
+        (row, TensorMeta(".".join(map(str, path)), tensors.dtypes[row], tensors.shape_of(row), "optimizer", path))
+        for name, row in state.lent.items()
+        for path in [(*state.prefix, "state", state.parameters[name].key, MASTER)]
+    ]
+    return with_aliases(source, aliases)
 
 
 def second_names(source: Manifest, state: TargetState) -> set[int]:

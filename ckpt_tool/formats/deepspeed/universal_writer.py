@@ -29,9 +29,10 @@ from ckpt_tool.formats.deepspeed.target_facts import (
     UNIVERSAL_VERSION,
     UNIVERSAL_VERSION_KEY,
     model_facts,
+    step_of,
 )
 from ckpt_tool.formats.deepspeed.target_grid import Grid
-from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
+from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names, with_masters_apart
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.subset import only_tensors
@@ -52,9 +53,11 @@ class UniversalWriter:
     per_rank = False
 
     def values(self, source: Manifest, blobs: Sequence[Blob]) -> Sequence[str]:
-        """None: every state has a file of its own."""
-        del source, blobs
-        return ()
+        """Steps, where nothing else tells at which one the run is, as stage 3 and the counters need it; else none."""
+        if type(source.info.get("step")) is int:
+            return ()
+        state = TargetState.of(source.tensors, blobs, source.info)
+        return [source.tensors.fqns[own.states[STEP]] for own in state.parameters.values() if STEP in own.states]
 
     def arranged(
         self, source: Manifest, blobs: Sequence[Blob], mesh: Mapping[str, int], options: WriterOptions
@@ -62,8 +65,9 @@ class UniversalWriter:
         """What is stored under another name already is not stored again: stage 3's weights, which are the masters."""
         del mesh, options
         state = TargetState.of(source.tensors, blobs, source.info)
-        gone = second_names(source, state) | own_masters(source, state)
-        return only_tensors(source, [row for row in range(len(source.tensors)) if row not in gone])
+        gone = second_names(source, state) | own_masters(source, state) | set(state.lent.values())
+        found = with_masters_apart(source, state)
+        return only_tensors(found, [row for row in range(len(found.tensors)) if row not in gone])
 
     def lay_out(self, request: WriteRequest) -> LayOut:
         """The folder.
@@ -75,8 +79,7 @@ class UniversalWriter:
         check_dtypes(request.tensors)
         rows = whole_rows(request, "a universal checkpoint")
         found = TargetState.of(request.tensors, request.blobs, request.info)
-        step = request.info.get("step")
-        tag = f"global_step{step if type(step) is int else 0}_universal"
+        tag = f"global_step{step_of(found, request.info) or 0}_universal"
         files = list(_files(request, found, rows, f"{tag}/"))
         by_tensor: dict[int, tuple[int, int]] = {}
         for number, file in enumerate(files):
@@ -180,7 +183,12 @@ def _known_files(request: WriteRequest, found: TargetState, folder: str) -> dict
     for name, parameter in found.parameters.items():
         if STEP in parameter.values:
             path = f"{folder}zero/{_folder_name(name)}/{STEP}.pt"
-            files.append(WrittenFile.packed(path, parameter.values[STEP], []))
+            value = parameter.values[STEP]
+            if isinstance(value, np.ndarray):
+                tensor = fresh_tensor(0, DTYPES[value.dtype.name], value.shape)
+                files.append(WrittenFile.packed(path, tensor, [Storage(value.nbytes, data=value.tobytes())]))
+            else:
+                files.append(WrittenFile.packed(path, value, []))
     return {file.path: [*file.heads(), *file.tail(())] for file in files}
 
 
