@@ -221,7 +221,7 @@ class Inspection:
         full = np.flatnonzero(chunks.volume > 0)
         parts: IntArray = np.ones_like(self.manifest.tensors.shape)
         tensor = chunks.tensor[full].astype(np.int64)
-        for dim in range(parts.shape[1]):
+        for dim in range(min(parts.shape[1], chunks.offsets.shape[1])):  # a table without chunks has no dimensions
             pairs = np.unique(np.stack([tensor, chunks.offsets[full, dim]], axis=1), axis=0)
             parts[:, dim] = np.maximum(np.bincount(pairs[:, 0], minlength=n), 1)
         boxes = np.concatenate([tensor[:, None], chunks.offsets[full], chunks.sizes[full]], axis=1)

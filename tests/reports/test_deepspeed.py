@@ -5,7 +5,8 @@ Told by a test elsewhere, of which those here are at most the view through the c
 ====  ============================================================================================
 R76   formats/deepspeed/test_reports.py (placeholders, frozen parameters with and without fragments)
 R77   formats/deepspeed/test_reports.py (each stage, too few and too many)
-R79   formats/deepspeed/test_reports.py, test_sharding.py, test_affine.py (records of how shards join)
+R79   formats/deepspeed/test_reports.py, test_sharding.py, test_affine.py (records of how shards join),
+      test_target_grids.py (other numbers of tensor-parallel ranks)
 R80   formats/deepspeed/test_reports.py (what reading weights reads)
 R82   formats/deepspeed/test_reports.py (partitions that are elsewhere)
 R83   formats/deepspeed/test_reports.py (names and dtypes of states)
@@ -15,13 +16,14 @@ R83   formats/deepspeed/test_reports.py (names and dtypes of states)
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from tests.formats.deepspeed.made import FOLDER, numbered, saved, stage2, stage3, states_of, with_latest
@@ -54,6 +56,36 @@ def test_r76_a_weight_of_no_elements(ckpt: Ckpt, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out.safetensors")["b"], states_of(WEIGHTS)["fp32"]["b"])
 
 
+def test_r76_a_frozen_weight_of_stage_3(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R76: the model state has a name of shape [0], its shape is told elsewhere, and no rank has a fragment."""
+    module = {name: torch.zeros(0) for name in WEIGHTS} | {"f": torch.zeros(0, dtype=torch.bfloat16)}
+    files = stage3(WEIGHTS, GROUPS, module=module, frozen_param_shapes={"f": torch.Size([8, 8])})
+    source = put(files, tmp_path / "source")
+    checked = ckpt("verify", source)
+    assert (checked.status, "'f': weight data absent (frozen?)" in checked.text) == (1, True)
+    refused = ckpt("export", source, tmp_path / "out")
+    assert (refused.status, "f: no stored data" in refused.err) == (3, True)
+
+
+@pytest.mark.parametrize("is_torch", [True, False])
+def test_r76_an_adapter_of_empty_tensors(ckpt: Ckpt, tmp_path: Path, is_torch: bool) -> None:
+    """R76: LoRA weights saved while ZeRO-3 had them shared out: all are [0], which is said, and not "nothing wrong"."""
+    names = [f"base_model.model.layers.{n}.q_proj.lora_{part}.weight" for n in (0, 1) for part in "AB"]
+    tensors = {name: torch.zeros(0) for name in names}
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
+    if is_torch:
+        torch.save(tensors, tmp_path / "adapter_model.bin")
+    else:
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+    checked = ckpt("verify", tmp_path)
+    assert (checked.status, "weight data absent: 4 weights have the shape [0]" in checked.text) == (1, True)
+    shown = ckpt("inspect", tmp_path)
+    assert (shown.status, "lora_A" in shown.text) == (0, True)
+    (tmp_path / "adapter_config.json").unlink()
+    torch.save({**tensors, "head.weight": torch.ones(2)}, tmp_path / "some.pt")
+    assert "weight data absent: 4 weights" in ckpt("verify", tmp_path / "some.pt").text
+
+
 def test_r77_partitions_of_another_length(ckpt: Ckpt, tmp_path: Path) -> None:
     """R77: in place of "something is wrong": what there is, what was expected, and who runs over."""
     files = stage2(WEIGHTS, GROUPS)
@@ -76,6 +108,25 @@ def test_r79_no_record_of_how_shards_join(ckpt: Ckpt, tmp_path: Path) -> None:
     assert (refused.status, "universal_checkpoint_info.json" in refused.err) == (3, True)
 
 
+def test_r79_rules_in_a_file_lead_to_other_ranks(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R79: two tensor-parallel ranks become four by rules beside the files; norms are taken once, alike on all."""
+    whole = {"up.weight": numbered(8, 2), "norm.weight": numbered(4, start=90)}
+    shards = [{**whole, "up.weight": whole["up.weight"][4 * rank : 4 * rank + 4].clone()} for rank in (0, 1)]
+    own = [stage2(shard, (tuple(whole),), mp=mp, mp_world_size=2) for mp, shard in enumerate(shards)]
+    source = put({**own[0], **own[1]}, tmp_path / "source")
+    rules = {"universal_checkpoint_version": 0.2, "tp_replicated_parameter_patterns": [r".*norm\.weight"]}
+    (source / "universal_checkpoint_info.json").write_text(json.dumps(rules))
+    words = ["--to", "deepspeed", "--zero-stage", "2", "--tp", "4", "--dp", "3"]
+    done = ckpt("reshard", source, tmp_path / "four", *words)
+    assert done.status == 0, done.err
+    assert ckpt("diff", source, tmp_path / "four").status == 0
+    for rank in range(4):
+        path = tmp_path / f"four/{FOLDER}mp_rank_{rank:02d}_model_states.pt"
+        module = torch.load(path, weights_only=True)["module"]
+        assert torch.equal(module["norm.weight"], whole["norm.weight"])
+        assert torch.equal(module["up.weight"], whole["up.weight"][2 * rank : 2 * rank + 2])
+
+
 def test_r80_masters_alone_are_read(ckpt: Ckpt, tmp_path: Path) -> None:
     """R80: weights of stage 3 need a third of the optimizer's bytes, and only these are read."""
     source = put(stage3({"a": numbered(300, 301), "b": numbered(5000)}, (("a", "b"),)), tmp_path / "source")
@@ -95,9 +146,9 @@ def test_r82_half_of_the_partitions(ckpt: Ckpt, tmp_path: Path) -> None:
     assert (refused.status, gone[0] in refused.err) == (3, True)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_r83_muon_keeps_its_momentum(ckpt: Ckpt, tmp_path: Path, stage: int) -> None:
-    """R83: a state of another name and dtype goes to another number of ranks as it is."""
+@pytest.mark.parametrize("stage", [1, 2, 3, None])
+def test_r83_muon_keeps_its_momentum(ckpt: Ckpt, tmp_path: Path, stage: int | None) -> None:
+    """R83: a state of another name and dtype goes to other ranks as it is, and to a universal checkpoint."""
     files = dict(stage2(WEIGHTS, GROUPS))
     for rank in (0, 1):
         name = f"{FOLDER}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -109,6 +160,7 @@ def test_r83_muon_keeps_its_momentum(ckpt: Ckpt, tmp_path: Path, stage: int) -> 
         base["param_groups"] = [{**LR, "params": [number]} for number in range(len(GROUPS))]
         files[name] = saved(value)
     words = ["--to", "deepspeed", "--zero-stage", str(stage), "--dp", "3"]
+    words = words if stage else ["--to", "deepspeed-universal"]
     assert ckpt("reshard", put(files, tmp_path / "source"), tmp_path / "out", *words).status == 0
     with open_checkpoint(tmp_path / "out") as found:
         for name, tensor in states_of(WEIGHTS)["exp_avg"].items():

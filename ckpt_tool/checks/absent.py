@@ -1,0 +1,43 @@
+"""Weights that have a name and no elements: what is left of a parameter that was saved while other ranks had it.
+
+ZeRO-3 leaves a tensor of shape [0] in place of each parameter that it has shared out; a state dict taken without
+gathering them, of a whole model or of an adapter, holds nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.tables import SECTIONS
+
+__all__ = ["absent_findings"]
+
+_LEAVES = ("weight", "bias")
+_SHOWN = 3
+
+
+def absent_findings(manifest: Manifest) -> Iterator[Finding]:
+    """One finding about weights of shape [0]: an error where the model has no others, as then nothing was saved."""
+    tensors = manifest.tensors
+    of_model = tensors.section == SECTIONS.index("model")
+    rows = np.flatnonzero(of_model & (tensors.ndim == 1) & (tensors.numel == 0)).tolist()
+    empty = [
+        tensors.fqns[row]
+        for row in rows
+        if tensors.dtypes[row].kind == "float" and tensors.fqns[row].rpartition(".")[2] in _LEAVES
+    ]
+    if not empty:
+        return
+    is_all = not (of_model & (tensors.numel > 0)).any()
+    shown = ", ".join(empty[:_SHOWN]) + (" ..." if len(empty) > _SHOWN else "")
+    yield Finding(
+        "absent-weight",
+        Severity.ERROR if is_all else Severity.WARNING,
+        f"weight data absent: {len(empty):,} weights have the shape [0], as ZeRO-3 leaves parameters that are not "
+        f"gathered before they are saved: {shown}",
+        fqn=empty[0],
+    )
