@@ -158,7 +158,7 @@ def test_training_of_other_programs_goes_on(tmp_path: Path) -> None:
     for program, (source, options, rate) in sources.items():
         for stage, world in ((2, 3), (3, 2), (0, 2)):  # 0 stands for a universal one
             to = "deepspeed" if stage else "deepspeed-universal"
-            grid = {"zero_stage": stage, "dp": world} if stage else {}
+            grid: dict[str, Any] = {"zero_stage": stage, "dp": world} if stage else {}
             target = tmp_path / f"{program}{stage}"
             reshard(source, target, to=to, dtype="bfloat16", durable=False, **options, **grid)
             with open_checkpoint(target) as written:
@@ -169,9 +169,9 @@ def test_training_of_other_programs_goes_on(tmp_path: Path) -> None:
                  "world": world, "universal": not stage, "groups": groups}
             )  # fmt: skip
             rates.append([[rate, listed[f"optimizer.param_groups.{number}.weight_decay"]] for number in (0, 1)])
-    for row, rate, found in zip(rows, rates, said_of(rows, tmp_path, "ds_accept_named.py"), strict=True):
+    for row, expected, found in zip(rows, rates, said_of(rows, tmp_path, "ds_accept_named.py"), strict=True):
         assert (found["wrong"], found["equal"]) == ([], 4 * found["of"]), row
-        assert sorted(found["rates"]) == sorted(rate), row
+        assert sorted(found["rates"]) == sorted(expected), row
         assert (found["steps"], found["later"], found["global_steps"]) == ([10.0], [11.0], 10), row
 
 

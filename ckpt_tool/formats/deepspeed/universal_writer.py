@@ -184,6 +184,8 @@ def _known_files(request: WriteRequest, found: TargetState, folder: str) -> dict
         if STEP in parameter.values:
             path = f"{folder}zero/{_folder_name(name)}/{STEP}.pt"
             value = parameter.values[STEP]
+            if isinstance(value, float):  # torch's optimizers count in tensors, and take nothing else from here
+                value = np.array(value, dtype=np.float32)
             if isinstance(value, np.ndarray):
                 tensor = fresh_tensor(0, DTYPES[value.dtype.name], value.shape)
                 files.append(WrittenFile.packed(path, tensor, [Storage(value.nbytes, data=value.tobytes())]))

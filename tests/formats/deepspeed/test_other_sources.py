@@ -55,6 +55,6 @@ def test_a_run_of_megatron(name: str, to: str, stage: int | None, tmp_path: Path
 def test_a_run_of_fsdp(to: str, stage: int | None, tmp_path: Path) -> None:
     """A DCP folder that torch saved: its weights in float32 are the masters."""
     source = save_dcp(torch_state(truth_from_seed(dense_shapes(4, 128))(), weights=torch.float32), tmp_path / "fsdp")
-    grid = {"dp": 3, "zero_stage": stage} if stage else {}
+    grid: dict[str, Any] = {"dp": 3, "zero_stage": stage} if stage else {}
     reshard(source, tmp_path / "out", to=to, dtype="bfloat16", durable=False, **grid)
     assert_is_the_state(tmp_path / "out", rate=5e-4, has_weights=to == "deepspeed")

@@ -149,13 +149,15 @@ def test_cut_tensors_are_refused() -> None:
         WRITER.lay_out(replace(request, boxes=halves))
 
 
-def test_steps_that_are_numbers() -> None:
-    """An optimizer that counts in a plain number gets a file with that number."""
-    blob = Blob("optimizer.state.w.step", "value", None, 5, ("optimizer", "state", "w", "step"), is_loaded=True)
+@pytest.mark.parametrize("step", [5, 5.0])
+def test_steps_that_are_numbers(step: float) -> None:
+    """An optimizer that counts in integers gets one; a float stands for the tensor that torch's own count in."""
+    blob = Blob("optimizer.state.w.step", "value", None, step, ("optimizer", "state", "w", "step"), is_loaded=True)
     layout = WRITER.lay_out(request_of(table(("optimizer.state.w.fp32", "float32")), (blob,), {"step": 9}))
     files = filled(layout, {"optimizer.state.w.fp32": bytes(8)})
     assert files["latest_universal"] == b"global_step9_universal"
-    assert torch.load(io.BytesIO(files["global_step9_universal/zero/w/step.pt"])) == 5
+    found = torch.load(io.BytesIO(files["global_step9_universal/zero/w/step.pt"]))
+    assert (found == 5, isinstance(found, torch.Tensor)) == (True, isinstance(step, float))
 
 
 @pytest.mark.parametrize("name", ["ds_z3_sub", "ds_z2_bf16"])
