@@ -1,4 +1,4 @@
-"""Real Megatron loads what was written, and compares it with the truth."""
+"""Real Megatron loads what was written, and compares it with the truth; and it saves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["assert_loads"]
+__all__ = ["assert_loads", "save"]
 
 
 def assert_loads(launcher: Path, root: Path, mesh: Mapping[str, int], run: str) -> None:
     """Real Megatron on as many ranks as the mesh has."""
     n_ranks = int(np.prod([size for axis, size in mesh.items() if axis in {"tp", "pp", "dp"}]))
-    command = [os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(n_ranks), "mk.py", "load", str(root)]
-    environment = {**os.environ, "MCORE": "0.19.2"}
-    done = subprocess.run(
-        [*command, *run.split()], cwd=launcher, env=environment, capture_output=True, text=True, check=False
-    )
+    done = _run(launcher, n_ranks, f"load {root} {run}")
     assert "LOAD OK" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def save(launcher: Path, root: Path, n_ranks: int, run: str) -> None:
+    """A checkpoint of real Megatron, whose values the scripts know."""
+    done = _run(launcher, n_ranks, f"save {root} {run}")
+    assert "SAVED" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def _run(launcher: Path, n_ranks: int, words: str) -> subprocess.CompletedProcess[str]:
+    command = [os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(n_ranks), "mk.py", *words.split()]
+    environment = {**os.environ, "MCORE": "0.19.2"}
+    return subprocess.run(command, cwd=launcher, env=environment, capture_output=True, text=True, check=False)

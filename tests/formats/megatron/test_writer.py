@@ -25,7 +25,7 @@ from ckpt_tool.formats.megatron.dist_reader import READER
 from ckpt_tool.formats.megatron.dist_writer import WRITER
 from ckpt_tool.storage.open import open_store
 from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of, stored_bytes_of
-from tests.formats.megatron.loading import assert_loads
+from tests.formats.megatron.loading import assert_loads, save
 from tests.formats.megatron.places import (
     CHECKPOINTS,
     by_layer,
@@ -45,6 +45,7 @@ Mesh = dict[str, int]
 
 TP4_DP2: Mesh = {"tp": 4, "dp": 2}
 PP2: Mesh = {"pp": 2}
+PREDICTING = "--extra=--mtp-num-layers=1"
 ROUND_TRIPS: tuple[tuple[str, TruthOf, Mesh], ...] = (
     ("td_full_t2p2d2", DENSE, {"tp": 4, "pp": 1, "dp": 1}),
     ("td_full_t4p1", SINGLE, {"tp": 2}),
@@ -371,3 +372,25 @@ def test_megatron_starts_from_emitted_random_states(to: str, launcher: Path, tmp
     options: dict[str, Any] = {**mesh, "arguments": arguments, "rank_state": "emit", "durable": False}
     reshard(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "out", to=to, **options)
     assert_loads(launcher, tmp_path / "out", mesh, "--pp 4" + (" --fmt torch" if to == "megatron-legacy" else ""))
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("saved", "to", "mesh", "run"),
+    [
+        (f"--fmt torch --pp 2 {PREDICTING}", "megatron-dist", {"tp": 2}, f"--tp 2 --zero-rows-from 104 {PREDICTING}"),
+        (f"--sharding dp_reshardable --pp 2 {PREDICTING}", "megatron-legacy", PP2, f"--pp 2 --fmt torch {PREDICTING}"),
+        ("--fmt torch --pp 2 --tied", "megatron-dist", {"tp": 2}, "--tp 2 --zero-rows-from 104 --tied"),
+        ("--sharding dp_reshardable --pp 2 --tied", "megatron-legacy", PP2, "--pp 2 --fmt torch --tied"),
+    ],
+    ids=["predicting ahead, from ranks", "predicting ahead, to ranks", "tied, from ranks", "tied, to ranks"],
+)
+def test_megatron_goes_on_with_models_of_other_kinds(
+    saved: str, to: str, mesh: Mesh, run: str, launcher: Path, tmp_path: Path
+) -> None:
+    """It saves layers for multi-token prediction, or a tied embedding, and loads what became of it."""
+    save(launcher, tmp_path / "in", 2, f"{saved} --layers 2")
+    arguments = {"accumulate_allreduce_grads_in_fp32": False}
+    options: dict[str, Any] = {**mesh, "arguments": arguments, "durable": False}
+    reshard(tmp_path / "in", tmp_path / "out", to=to, **options)
+    assert_loads(launcher, tmp_path / "out", mesh, f"{run} --layers 2")
