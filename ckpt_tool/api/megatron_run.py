@@ -26,7 +26,22 @@ def run_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
     A fact that the checkpoint does not tell is named as such.
     """
+    if manifest.format == "dcp" and _is_of_fsdp(manifest):
+        has_state = any(path[:2] == ("optimizer", "state") for path in manifest.tensors.paths or ())
+        what = "weights and optimizer" if has_state else "weights"
+        return [
+            ("program", "Megatron-FSDP (fsdp_dtensor), names of wrapped modules"),
+            ("reshards", f"{what} to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"),
+        ]
     return list(_facts(manifest)) if manifest.format.startswith("megatron") else []
+
+
+def _is_of_fsdp(manifest: Manifest) -> bool:
+    """Whether a checkpoint in DCP has what Megatron-FSDP saves: see ``convert.megatron_fsdp``."""
+    is_wrapped = any(
+        path[0] == "model" and str(path[-1]).startswith("module.") for path in manifest.tensors.paths or ()
+    )
+    return is_wrapped and any(blob.fqn == "args" for blob in manifest.blobs)
 
 
 def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.inspect import inspect
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.geometry.box import Box
 from tests.formats.conformance import FIXTURES, Truth
@@ -103,6 +104,9 @@ def test_fsdp_dtensor_becomes_torch_dist(shapes: dict[str, tuple[int, ...]], tmp
         options["arguments"]["make_vocab_size_divisible_by"] = 112
     result = reshard(tmp_path / "iter_0000010", tmp_path / "out", to="megatron-dist", **options)
     assert contents(tmp_path / "out") == truth_from_seed(shapes)()
+    facts = dict(inspect(tmp_path / "iter_0000010").run_facts)
+    assert facts["program"].startswith("Megatron-FSDP")
+    assert facts["reshards"].startswith("weights and optimizer to any TP")
     assert {d.fqn.partition(".")[0] for d in result.dropped} == {"rng_state"}
     with open_checkpoint(tmp_path / "out") as checkpoint:
         values = {blob.fqn: blob.value for blob in checkpoint.load_blobs()}
