@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
+from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError
@@ -122,3 +123,36 @@ def test_experts_of_a_layer_in_one_tensor(family: str, weights: Arrays, config: 
         reshard(saved(tmp_path / "lacking", lacking, config), tmp_path / "none", **options)
     with pytest.raises(LayoutError, match=f"has {EXPERTS} experts, --fact experts=9 says 9"):
         export(tmp_path / "two", tmp_path / "none", family=f"{family}_fused", facts={"experts": 9}, durable=False)
+
+
+def test_layers_for_multi_token_prediction(tmp_path: Path) -> None:
+    """DeepSeek-V3 numbers them behind the others: they become Megatron's ``mtp.layers``, and the same files again."""
+    weights = latent_model()
+    rng = np.random.default_rng(7)
+    stem = f"model.layers.{LAYERS - 1}."
+    weights |= {
+        f"{stem}{name}.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in (
+            ("enorm", HIDDEN), ("hnorm", HIDDEN), ("shared_head.norm", HIDDEN), ("eh_proj", (HIDDEN, 2 * HIDDEN)),
+        )
+    }  # fmt: skip
+    copies = {
+        f"{stem}embed_tokens.weight": weights["model.embed_tokens.weight"],
+        f"{stem}shared_head.head.weight": weights["lm_head.weight"],
+    }
+    config = config_of("deepseek_v3", **LATENT, num_nextn_predict_layers=1) | {"num_hidden_layers": LAYERS - 1}
+    source = saved(tmp_path / "hf", {**weights, **copies}, config)
+    result = reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, arguments=DIVISOR, durable=False)
+    assert {d.fqn for d in result.dropped} == set(copies)
+    found = read(tmp_path / "mg")
+    np.testing.assert_array_equal(found["model.mtp.layers.0.eh_proj.weight"], weights[f"{stem}eh_proj.weight"])
+    inner = "model.mtp.layers.0.transformer_layer."
+    assert found[f"{inner}mlp.experts.experts.linear_fc1.weight"].shape == (EXPERTS, 2 * WIDTH, HIDDEN)
+    assert f"{inner}self_attention.linear_kv_up_proj.layer_norm_weight" in found
+    with open_checkpoint(tmp_path / "mg") as checkpoint:
+        args = next(blob.value.state for blob in checkpoint.load_blobs() if blob.fqn == "args")
+    assert (args["num_layers"], args["mtp_num_layers"]) == (LAYERS - 1, 1)
+    export(tmp_path / "mg", tmp_path / "back", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
