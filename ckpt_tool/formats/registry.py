@@ -71,6 +71,7 @@ _WRITERS = {
     "torch-checkpointing": ("ckpt_tool.formats.torch_checkpointing.writer", "WRITER"),
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
+    "gguf": ("ckpt_tool.formats.gguf.writer", "WRITER"),
     "lightning": ("ckpt_tool.formats.torch_save.lightning", "WRITER"),
     "torch-ranks": ("ckpt_tool.formats.rank_pt.writer", "WRITER"),
     "npz": ("ckpt_tool.formats.npz.writer", "WRITER"),

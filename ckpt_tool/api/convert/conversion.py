@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist", "megatron-legacy"})
-_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
+_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,11 +53,12 @@ _HOLDS_OBJECTS = frozenset(
         "vescale",
         "torch-checkpointing",
         "orbax",
+        "gguf",
     }
 )
 _WHOLE_ON_ONE_RANK = frozenset({"consolidated"})
 """Layouts of ranks that programs load as one file too."""
-_BY_SUFFIX = {".npz": "npz", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
+_BY_SUFFIX = {".npz": "npz", ".gguf": "gguf", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
 
 
 def prepare_export(  # noqa: PLR0913 - one argument per option of the command

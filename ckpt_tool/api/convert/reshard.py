@@ -44,7 +44,7 @@ from ckpt_tool.plan.assign import choose_replicas
 
 __all__ = ["prepare_reshard", "reshard"]
 
-_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning"})
+_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning", "gguf"})
 _WEIGHTS_ALONE = frozenset({"consolidated"})
 
 

@@ -58,8 +58,11 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         ),
     ),
     "gguf": (
-        "GGUF (llama.cpp); quantised blocks as what they are",
-        _zoo("gguf 0.19.0", plain_and_quantised="gguf_mixed", split="gguf_split", big_endian="gguf_big"),
+        "GGUF (llama.cpp); quantised blocks as what they are, nothing is quantised",
+        (
+            *_zoo("gguf 0.19.0", plain_and_quantised="gguf_mixed", split="gguf_split", big_endian="gguf_big"),
+            written("gguf 0.19.0", "GGUFReader", "gguf/test_writer.py"),
+        ),
     ),
     "flax-msgpack": (
         "Flax's MessagePack: flax_model.msgpack, checkpoint_N",

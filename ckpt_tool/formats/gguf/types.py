@@ -12,7 +12,7 @@ from functools import cache
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.records import dataclass
 
-__all__ = ["GgmlType", "ggml_type"]
+__all__ = ["GgmlType", "ggml_number", "ggml_type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +50,17 @@ def ggml_type(number: int) -> GgmlType | None:
     if number in _BLOCKS:
         name, block, nbytes = _BLOCKS[number]
         return GgmlType(name, DType(name, 8 * nbytes, "opaque"), block)
+    return None
+
+
+def ggml_number(dtype: DType) -> tuple[int, int] | None:
+    """Number of the type, and elements in one of its blocks, for elements of this dtype; None where there is none.
+
+    >>> ggml_number(DTYPES["bfloat16"]), ggml_number(DTYPES["bool"])
+    ((30, 1), None)
+    """
+    for number in (*_PLAIN, *_BLOCKS):
+        found = ggml_type(number)
+        if found is not None and found.dtype == dtype:
+            return number, found.block
     return None
