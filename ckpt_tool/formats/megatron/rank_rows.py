@@ -6,6 +6,7 @@ The same request gives the same numbers, so that they can be counted before the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ class RankRows:
     def _state(self, held: Held, steps: Sequence[int], rank: int) -> ParameterState:
         """State of one parameter."""
         slots: dict[str, tuple[int, PiecedStorage]] = {}
-        for slot in dict.fromkeys((*SLOTS, *self._other_slots)):
+        for slot in self._slots:
             row = self.index.get(("optimizer", "state", slot, held.key))
             if row is not None:
                 slots[slot] = (row, self._of_weight(slot, held, rank))
@@ -183,7 +184,8 @@ class RankRows:
             slots["step"] = (row, self._whole(row, rank))
         return ParameterState(held, slots)
 
-    @property
-    def _other_slots(self) -> list[str]:
-        """Slots of other optimizers than Adam."""
-        return sorted({str(path[2]) for path in self.index if path[:2] == ("optimizer", "state") and len(path) == 4})
+    @cached_property
+    def _slots(self) -> tuple[str, ...]:
+        """Names of the states that weights have; Adam's in its order, then those of others."""
+        found = {str(path[2]) for path in self.index if path[:2] == ("optimizer", "state") and len(path) == 4}
+        return (*(slot for slot in SLOTS if slot in found), *sorted(found - set(SLOTS)))
