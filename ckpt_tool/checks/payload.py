@@ -173,6 +173,8 @@ def _checksums(reader: Reader, source: Source, manifest: Manifest) -> tuple[list
             else:
                 fqn = part.tensors.fqns[int(part.chunks.tensor[0])] if len(part.chunks) else None
                 place = FileRange(part.files.paths[0], 0, 0)
+                if len(part.chunks):  # each by itself, or equal places would be told once
+                    place = FileRange(place.path, int(part.chunks.offset[0]), int(part.chunks.length[0]))
                 fault = finding_of(error, "checksum-unreadable", fqn)
                 n_faults += 1
                 findings.append(Finding(fault.kind, fault.severity, fault.message, fqn, place))

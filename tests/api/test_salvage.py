@@ -173,3 +173,18 @@ def test_nothing_left(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         saved(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_damage_beside_what_is_damaged(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]) -> None:
+    """A name in the directory and a tensor's bytes are wrong at once: checksums are held against bytes all the same."""
+    raw, expected = whole
+    name, (_, _, data) = max(expected.items(), key=lambda item: len(item[1][2]))
+    changed = bytearray(raw)
+    changed[raw.index(data) + 3] ^= 16
+    at = raw.rindex(b".data/serialization_id")
+    changed[at + 8] ^= 1
+    (tmp_path / "a.pt").write_bytes(changed)
+    done = saved(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert as_bytes(tmp_path / "b.pt") == {fqn: value for fqn, value in expected.items() if fqn != name}
+    assert [each.fqn for each in done.lost] == [name]
+    assert {f.kind for f in verify(tmp_path / "a.pt", level="full").findings} >= {"crc-mismatch", "container-damage"}

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from ckpt_tool.checksum import crc32
 from ckpt_tool.formats._dcp.item_kinds import ItemKinds, MemberSum
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._dcp.objects import ZSTD_KIND
@@ -21,26 +22,40 @@ from ckpt_tool.storage.decode import decoded_blocks
 __all__ = ["checksums", "file_findings", "item_of"]
 
 _NAMES_SHOWN = 20
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _EDGE_NBYTES = 4 << 10
 """First and last bytes of an item that hold its local headers and its directory."""
 
 
-def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
+def checksums(
+    source: Source, manifest: Manifest, empty_items: Sequence[FileRange] = ()
+) -> Iterator[Checksum | Finding]:
     """CRC-32 of the storage of each tensor, and of the pickles around them and of objects, where one is recorded.
 
     torch writes them always (unless ``set_crc32_options(False)``: 0) and never checks them. A safetensors blob has
     none, those of compressed items are of their decoded content. Chunks that are resolved no longer say where their
     item is and are passed over. The bytes around payloads are held against each other (``container-damage``,
-    ``container-odd``). Requests: two per item at most, of 4 KiB; compressed items are read and decoded whole.
+    ``container-odd``), also of ``empty_items``, which have no elements. Requests: two per item at most, of 4 KiB;
+    compressed items are read and decoded whole.
     """
     tensors, objects = _items(manifest)
-    places = [where for where in (*tensors, *objects) if where.end <= source.listing.sizes.get(where.path, -1)]
+    saved = {b.where for b in manifest.blobs if b.kind in ("torch_save", ZSTD_KIND)}
+    own = {entry.path if entry.part is None else entry.part.path for entry in manifest.files}
+    without = [where for where in empty_items if where.path in own and where.length]
+    places = [
+        where for where in (*tensors, *objects, *without) if where.end <= source.listing.sizes.get(where.path, -1)
+    ]
     kinds = ItemKinds()
     for where, head, tail in _edges(source, places):
         if head[:2] == b"PK":
             fqn = tensors.get(where)
             sums = _item_sums(source, where, head, tail, kinds)
             yield from _told(sums, where.path, where.offset, fqn, objects.get(where))
+        elif head.startswith(_ZSTD) and where not in tensors:
+            yield from _in_frame(source, where, objects.get(where), kinds)
+        elif where in saved:
+            said = "the object begins neither as a zip nor as a zstd frame, one of which torch writes"
+            yield Finding("damaged-object", Severity.ERROR, said, objects[where], where)
     for entry, fqn in _compressed(manifest):
         if entry.part is None or entry.part.end > source.listing.sizes.get(entry.part.path, -1):
             continue
@@ -66,6 +81,23 @@ def _told(
             yield Checksum(FileRange(path, start + offset, nbytes), crc, named)
 
 
+def _in_frame(source: Source, where: FileRange, fqn: str | None, kinds: ItemKinds) -> Iterator[Finding]:
+    """What is wrong with a compressed object, or an item without elements; decoded whole."""
+    content = b"".join(decoded_blocks(source.store, where, "zstd"))
+    if content[:2] != b"PK":
+        return
+    edges = content[:_EDGE_NBYTES], content[-_EDGE_NBYTES:]
+    for found in kinds.sums(partial(_cut, content), len(content), *edges, where=f"{where.path}:{where.offset}"):
+        if isinstance(found, Fault):
+            yield finding_of_fault(found, where.path, where.offset)
+            continue
+        name, start, nbytes, crc = found
+        got = crc32(content[start : start + nbytes])
+        if got != crc:
+            said = f"{name} in the zstd frame here has CRC-32 {got:08x}, expected the recorded {crc:08x}"
+            yield Finding("crc-mismatch", Severity.ERROR, said, fqn, where)
+
+
 def _cut(content: bytes, offset: int, length: int) -> bytes:
     return content[offset : offset + length]
 
@@ -86,7 +118,7 @@ def _items(manifest: Manifest) -> tuple[dict[FileRange, str], dict[FileRange, st
         for row in np.flatnonzero(chunks.flags & ChunkFlag.UNRESOLVED).tolist()
         if manifest.files.entries[chunks.file[row]].codec is None
     }
-    objects = {b.where: b.fqn for b in manifest.blobs if b.where is not None and b.kind != ZSTD_KIND}
+    objects = {b.where: b.fqn for b in manifest.blobs if b.where is not None}
     return tensors, objects
 
 

@@ -38,6 +38,8 @@ class Tables:
     blobs: tuple[Blob, ...]
     empty: Mapping[int, int]
     """Chunks without elements, by rank; -1 for unknown. They are not in ``chunks``."""
+    empty_items: tuple[FileRange, ...] = ()
+    """Their items, which are stored as any other."""
 
 
 def rank_of(path: str) -> int:
@@ -80,7 +82,14 @@ def tabulate(metadata: Sequence[MetadataFile], nbytes_of: Mapping[str, int]) -> 
         files=FileTable(tuple(files.entries)),
         blobs=tuple(blobs),
         empty=dict(sorted(empty.items())),
+        empty_items=_items(chunks.take(np.flatnonzero(is_empty)), files.entries),
     )
+
+
+def _items(chunks: ChunkTable, files: Sequence[FileEntry]) -> tuple[FileRange, ...]:
+    """The stored bytes of unresolved chunks."""
+    rows = zip(chunks.file.tolist(), chunks.offset.tolist(), chunks.length.tolist(), strict=True)
+    return tuple(files[f].part or FileRange(files[f].path, offset, length) for f, offset, length in rows)
 
 
 def _union(metadata: Sequence[MetadataFile]) -> dict[str, TensorItem]:

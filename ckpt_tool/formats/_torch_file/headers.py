@@ -17,7 +17,7 @@ from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read, ZipMembe
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.runs import merge_runs
-from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass
@@ -130,10 +130,10 @@ def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding
         order = order[np.argsort(chunks.offset[order], kind="stable")]
         starts = chunks.offset[order].tolist()
         directory, read = zip_directory(source, entry.path)
-        members = list(directory.members.values())
-        payloads = dict(zip(directory.members, _payload_offsets(source, entry.path, read, members), strict=True))
+        members = [m for m in directory.members.values() if _is_covered(m) or f"{entry.path}!{m.name}" in decoded]
+        payloads = _payloads(source, entry.path, read, members)
         for member in members:
-            if not (_is_covered(member) or f"{entry.path}!{member.name}" in decoded) or not member.crc32:
+            if not member.crc32:
                 continue
             where = FileRange(entry.path, payloads[member.name], member.nbytes)
             if not member.is_stored:
@@ -142,7 +142,19 @@ def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding
             is_used = member.is_stored and at < len(starts) and starts[at] < where.end
             fqn = manifest.tensors.fqns[chunks.tensor[order[at]]] if is_used else None
             yield Checksum(where, member.crc32, fqn)
-        yield from container_findings(source, entry.path, directory, payloads, _is_covered)
+        others = [member for name, member in directory.members.items() if name not in payloads]
+        try:  # behind the checksums, which must not be lost with it
+            payloads |= _payloads(source, entry.path, read, others)
+        except FormatError as error:
+            yield Finding("container-damage", Severity.ERROR, str(error), where=FileRange(entry.path, 0, 0))
+        else:
+            yield from container_findings(source, entry.path, directory, payloads, _is_covered)
+
+
+def _payloads(source: Source, path: str, read: Read, members: Sequence[ZipMember]) -> dict[str, int]:
+    """Where the payload of each member starts, by its name."""
+    starts = _payload_offsets(source, path, read, members) if members else []
+    return {member.name: start for member, start in zip(members, starts, strict=True)}
 
 
 def _is_covered(member: ZipMember) -> bool:

@@ -107,6 +107,8 @@ class RankFilesReader(ResolvedReader):
             if path not in layout.files:
                 said = f"{path} is not listed in {LAYOUT_FILE} and was left out"
                 yield Finding("stray-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
+        if OBJECTS_FILE in source.listing:
+            yield from _objects_findings(source)
         paths = [p for p in manifest.files.paths if RANK_FILE.fullmatch(p)]
         headers = read_headers(source, paths)
         yield from header_findings(paths, headers)
@@ -116,6 +118,18 @@ class RankFilesReader(ResolvedReader):
             if stated != expected:
                 said = f"{path} says it is rank {stated[0]} of {stated[1]}, expected {expected[0]} of {expected[1]}"
                 yield Finding("wrong-rank", Severity.ERROR, said, where=FileRange(path, 0, header.data_start))
+
+
+def _objects_findings(source: Source) -> Iterator[Finding]:
+    """Whether the file of plain objects is the JSON array that it must be."""
+    raw = source.read_whole(OBJECTS_FILE)
+    try:
+        said = "" if isinstance(json.loads(raw), list) else "it is no array"
+    except (ValueError, RecursionError) as error:
+        said = str(error)
+    if said:
+        where = FileRange(OBJECTS_FILE, 0, len(raw))
+        yield Finding("damaged-object", Severity.ERROR, f"{OBJECTS_FILE} holds no objects: {said}", where=where)
 
 
 def _paths(listing: Listing) -> tuple[str, ...]:
