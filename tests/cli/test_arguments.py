@@ -14,7 +14,7 @@ from ckpt_tool.errors import UsageError
 GIB = 1 << 30
 
 RESHARD = {
-    "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "vpp": 1, "first_stage_layers": None,
+    "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": None, "vpp": 1, "first_stage_layers": None,
     "last_stage_layers": None, "to": "dcp", "zero_stage": None, "rules": None, "default": None, "dp_mode": "shard",
     "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "unequal": None,
     "optim_style": None,
@@ -48,7 +48,7 @@ class Recorder:
     ("argv", "args", "options"),
     [
         ("A B", ("A", "B"), {}),
-        ("A B --tp 4 --pp 2 --dp 8 --ep 4", ("A", "B"), {"tp": 4, "pp": 2, "dp": 8, "ep": 4}),
+        ("A B --tp 4 --pp 2 --dp 8 --ep 4 --etp 2", ("A", "B"), {"tp": 4, "pp": 2, "dp": 8, "ep": 4, "etp": 2}),
         ("A B --pp 2 --vpp 2 --first-stage-layers 3 --last-stage-layers 1", ("A", "B"),
          {"pp": 2, "vpp": 2, "first_stage_layers": 3, "last_stage_layers": 1}),
         ("A B --mesh pp=2,dp=4,tp=2", ("A", "B"), {"mesh": "pp=2,dp=4,tp=2"}),
