@@ -50,3 +50,21 @@ def test_save_beside_others(tmp_path: Path) -> None:
         staged, durable = medians[row["way"]]
         ratios = f"{staged / medians['memcpy'][0]:5.2f}x memcpy  {durable / medians['raw'][1]:5.2f}x raw"
         print(f"  {TEXTS[row['way']]:36} {columns}  {ratios}")
+
+
+def test_training_beside_saves(tmp_path: Path) -> None:
+    """How much longer loops of Python and of matrix products take while a save is under way, beside torch's own."""
+    argv = [
+        PYTHON, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        str(HERE / "slowed_job.py"), str(tmp_path / "saved"), MEGABYTES, ROUNDS,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    assert len(rows) == 6
+    alone = {row["loop"]: row["seconds"] for row in rows if row["way"] == "nothing"}
+    print(f"\n{MEGABYTES} MB, 2 ranks: median seconds of a loop with one save, of which the call, and how much longer")
+    for row in rows:
+        more = row["seconds"] / alone[row["loop"]] - 1
+        print(f"  {row['loop']:9} {row['way']:10} {row['seconds']:7.3f} {row['called']:7.3f}  {100 * more:+6.1f} %")
