@@ -132,18 +132,18 @@ def test_the_deciding_object_comes_last_and_only_where_none_is(place: Place, s3:
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_another_save_completes_first(place: Place, s3: Bucket) -> None:
+def test_another_save_completes_first(place: Place, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has made stays as it is, byte by byte, whatever the other one was about to do."""
     both = targets(place)
     said = [sent(target, files) for target, files in zip(both, OF_RANK, strict=True)]
-    real = both[0].__dict__["_place"].old_files
+    real = s3_place.S3Place.old_files
 
-    def overtaken() -> Any:
-        old = real()
+    def overtaken(place: s3_place.S3Place) -> Any:
+        old = real(place)
         s3.objects["run/step-2/__1_0.distcp"] = s3.objects["run/step-2/.metadata"] = b"of the other"
         return old
 
-    both[0].__dict__["_place"].old_files = overtaken
+    monkeypatch.setattr(s3_place.S3Place, "old_files", overtaken)
     with pytest.raises(TargetExists, match="another save is completing a checkpoint of this name"):
         commit(both[0], said)
     for target in both:
@@ -155,17 +155,17 @@ def test_another_save_completes_first(place: Place, s3: Bucket) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_another_save_begins_to_complete(place: Place, s3: Bucket) -> None:
+def test_another_save_begins_to_complete(place: Place, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marker names who completes: the one that finds another name there gives up, and deletes nothing of it."""
     both = targets(place)
     said = [sent(target, files) for target, files in zip(both, OF_RANK, strict=True)]
-    real = both[0].__dict__["_place"].files
+    real = s3_place.S3Place.files
 
-    def overtaken() -> Any:
+    def overtaken(place: s3_place.S3Place) -> Any:
         s3.objects["run/step-2/CKPT_UNFINISHED"] = b"Save 00000002"
-        return real()
+        return real(place)
 
-    both[0].__dict__["_place"].files = overtaken
+    monkeypatch.setattr(s3_place.S3Place, "files", overtaken)
     with pytest.raises(TargetExists):
         commit(both[0], said)
     both[0].discard()
