@@ -192,7 +192,7 @@ DAMAGES: dict[str, Callable[[Path], Iterator[str]]] = {
 }
 
 # Of the errors that a damage brings, at least one is of these kinds, or the file is refused as a whole (an exception).
-_REFUSED = {"unreadable-file", "item-mismatch", "checksum-unreadable"}
+_REFUSED = {"unreadable-file", "item-mismatch", "checksum-unreadable", "container-damage", "damaged-object"}
 EXPECTED: dict[str, set[str]] = {
     "missing": {"missing-file", "gap", "missing-tensor"},
     "empty": {"empty-file", "unreadable-file"},
