@@ -133,23 +133,22 @@ class TargetParts:
                 for state, tensors in rows.items():
                     key = ("state", number, index, state)
                     found.add(key, rank, tensors[own.parameter], own.offsets, own.sizes, own.position)
-        frozen = set(self.frozen)
+        frozen = set(self.frozen) if self.is_stage3 else set[str]()
         for parts in self.ranks:
+            cut = [weight for weight in parts.weights if weight.shard or weight.name in frozen]
+            whole = [weight for weight in parts.weights if not weight.shard and weight.name not in frozen]
+            whole_rows = np.array([one.row for one in whole] + [row for _, row in self.state.others], dtype=np.int64)
             for dp in self.model_ranks():
-                rank = self.grid.rank(parts.mp, dp)
-                for weight in parts.weights:
-                    numel = np.array([prod(weight.shape)], dtype=np.int64)
-                    is_cut = self.is_stage3 and weight.name in frozen
-                    slices = per_parameter_slices(numel, self.grid.dp if is_cut else 1, dp if is_cut else 0)
+                rank, place = self.grid.rank(parts.mp, dp), (parts.mp, dp)
+                for weight in cut:
+                    share = (self.grid.dp, dp) if weight.name in frozen else (1, 0)
+                    slices = per_parameter_slices(np.array([prod(weight.shape)], dtype=np.int64), *share)
                     own = pieces_of(slices, [weight.shape], [weight.shard])
                     row = np.full(len(own.parameter), weight.row, dtype=np.int64)
-                    found.add(("weight", parts.mp, dp, weight.name), rank, row, own.offsets, own.sizes, own.position)
-                for _, row_number in self.state.others:
-                    shape = self.tensors.shape[[row_number]]
-                    if self.tensors.numel[row_number]:
-                        one = np.array([row_number], dtype=np.int64)
-                        place = ("other", parts.mp, dp, row_number)
-                        found.add(place, rank, one, np.zeros_like(shape), shape, np.zeros(1, dtype=np.int64))
+                    found.add(("weight", *place, weight.name), rank, row, own.offsets, own.sizes, own.position)
+                keys = [("weight", *place, one.name) for one in whole]
+                others = [("other", *place, number) for _, number in self.state.others]
+                found.add_whole([*keys, *others], rank, whole_rows, self.tensors.shape[whole_rows])
         return found.slots()
 
     def notes(self) -> Iterator[str]:

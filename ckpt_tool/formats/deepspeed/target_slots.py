@@ -5,7 +5,7 @@ Boxes come out of a request again as they went in, in any order: a box and its r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ class SlotBuilder:
 
     width: int
     """Dimensions of the request's boxes."""
-    _blocks: list[tuple[Int64Array, Int64Array, Int64Array, Int64Array, int, int]] = field(default_factory=list)
+    _blocks: list[tuple[Int64Array, Int64Array, Int64Array, Int64Array, int, Int64Array]] = field(default_factory=list)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def add(
@@ -90,7 +90,19 @@ class SlotBuilder:
         """Boxes of a slot, none of them empty."""
         if len(tensor):
             number = self._numbers.setdefault(key, len(self._numbers))
-            self._blocks.append((tensor, offsets, sizes, position, rank, number))
+            slot = np.full(len(tensor), number, dtype=np.int64)
+            self._blocks.append((tensor, offsets, sizes, position, rank, slot))
+
+    def add_whole(self, keys: Sequence[Hashable], rank: int, tensor: Int64Array, shape: Int64Array) -> None:
+        """A new slot for each of ``tensor``, which it holds whole; those without elements have none."""
+        kept = np.flatnonzero((shape > 0).all(axis=1))
+        if not len(kept):
+            return
+        first = len(self._numbers)
+        self._numbers.update({keys[row]: first + number for number, row in enumerate(kept.tolist())})
+        slot = np.arange(first, len(self._numbers), dtype=np.int64)
+        nothing = np.zeros(len(kept), dtype=np.int64)
+        self._blocks.append((tensor[kept], np.zeros_like(shape[kept]), shape[kept], nothing, rank, slot))
 
     def slots(self) -> Slots:
         """All that was added."""
@@ -105,7 +117,7 @@ class SlotBuilder:
             rank=np.concatenate([nothing, *(np.full(len(own[0]), own[4]) for own in blocks)]).astype(np.int32),
         )
         position = np.concatenate([nothing, *(own[3] for own in blocks)])
-        slot = np.concatenate([nothing, *(np.full(len(own[0]), own[5], dtype=np.int64) for own in blocks)])
+        slot = np.concatenate([nothing, *(own[5] for own in blocks)])
         return Slots(boxes, slot, position, self._numbers)
 
     def _widened(self, columns: Int64Array, fill: int) -> Int64Array:
