@@ -16,6 +16,7 @@ import torch
 from ckpt_tool.errors import UsageError
 from ckpt_tool.frameworks import dtensor, megatron
 from ckpt_tool.frameworks.boxes import Leaf, Part, megatron_leaf, tensor_leaf
+from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass, field
 
@@ -142,7 +143,7 @@ class HeldStates:
                 held.tensors.append(HeldTensor(path, keys, leaf.dtype.name, leaf.shape, parts))
                 found = _mark(value)
                 is_simple &= found is not None and (
-                    not parts or (len(parts) == 1 and parts[0].view.shape == found[0].shape)
+                    not parts or 0 in leaf.shape or (len(parts) == 1 and parts[0].view.shape == found[0].shape)
                 )
                 marks.append((None if found is None else found[1], bool(parts)))
             for leaf in map(megatron_leaf, wrapped.values()):
@@ -187,8 +188,9 @@ def _take_value(path: KeyPath, keys: tuple[Any, ...], value: Any, held: Held, wr
 
 
 def _saved_parts(leaf: Leaf) -> tuple[Part, ...]:
-    is_empty = 0 in leaf.shape
-    return tuple(p for p in leaf.parts if p.box.volume or (is_empty and p is leaf.parts[0]))
+    if 0 in leaf.shape:  # the same box on all ranks, whatever part of nothing each has, so that one of them writes it
+        return (Part(Box.whole(leaf.shape), torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name))),)
+    return tuple(part for part in leaf.parts if part.box.volume)
 
 
 def _flatten(value: Any, flat: _Flat) -> Any:
