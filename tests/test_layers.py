@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,12 @@ def complaints(sources: dict[str, str]) -> list[str]:
 def test_package_keeps_its_layers() -> None:
     """No module of the package breaks a rule."""
     assert violations(read_sources("ckpt_tool")) == []
+
+
+def test_data_classes_are_quick_to_define() -> None:
+    """They come from ``records``, because commands wait for their definition; the standard library's are made there."""
+    pattern = re.compile(r"^\s*from dataclasses import .*\bdataclass\b|@dataclasses\.dataclass", re.MULTILINE)
+    assert [name for name, text in read_sources("ckpt_tool").items() if pattern.search(text)] == ["ckpt_tool.records"]
 
 
 def test_test_files_are_short_and_named() -> None:

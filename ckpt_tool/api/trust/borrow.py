@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.borrowed import borrowed_metadata
+from ckpt_tool.records import dataclass
 from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.store import Listing

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._dcp.items import ItemHeads, Payload
@@ -19,6 +18,7 @@ from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.unnamed import SUFFIX, walked_items
+from ckpt_tool.records import dataclass
 
 __all__ = ["BorrowedMetadata", "borrowed_metadata"]
 
