@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
-from ckpt_tool.formats.megatron.stages import chunk_layers
 from ckpt_tool.manifest.model import Manifest
 
 __all__ = ["run_facts"]
@@ -78,6 +77,8 @@ def _layers(stages: Sequence[Sequence[int]], args: Mapping[str, Any]) -> str:
 
 
 def _of_stage(layers: Sequence[int], n_chunks: int) -> str:
+    from ckpt_tool.formats.megatron.stages import chunk_layers  # 5 ms of every inspect
+
     try:
         chunks = chunk_layers(layers, n_chunks)
     except LayoutError:

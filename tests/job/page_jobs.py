@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from tests.job import workers
 from tests.storage.s3_server import BUCKET
 
 PAGE = Path(__file__).parents[2] / "docs/in-a-job.md"
+ENVIRONMENT = "environment.json"
+"""In the folder of a run: variables for its ranks, which are forks of a process that may be older than the test."""
 
 
 def blocks() -> dict[str, str]:
@@ -49,6 +52,7 @@ class TrainState:
 
 def run_page(rank: int, world_size: int, rendezvous: str, out: str) -> None:
     """Run every block; each entry of what is told says whether what was saved is there."""
+    os.environ.update(json.loads(Path(out, ENVIRONMENT).read_text(encoding="utf-8")))
     with workers.joined(rank, world_size, rendezvous):
         code = blocks()
         told = {

@@ -13,11 +13,10 @@ from tests.storage.s3_server import s3_environment, s3_server
 pytestmark = pytest.mark.dist
 
 
-def test_code_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_page(tmp_path: Path) -> None:
     """Every block of code, on two ranks."""
     with s3_server() as (endpoint, _):
-        for name, value in s3_environment(endpoint).items():
-            monkeypatch.setenv(name, value)
+        (tmp_path / page_jobs.ENVIRONMENT).write_text(json.dumps(s3_environment(endpoint)), encoding="utf-8")
         workers.start(page_jobs.run_page, 2, tmp_path)
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
