@@ -6,6 +6,7 @@
 #   make test-deepspeed  real DeepSpeed resumes from what is written for it (an environment of its own)
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make test-orbax      Orbax restores what is read here, sharded over eight virtual devices (an environment of its own)
+#   make test-peers  every other library whose python a variable names: CKPT_PEER_ORBAX=... make test-peers
 #   make test-job  saving in jobs of one to four ranks, loading in one to four others
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
 #   make test-cuda  loading into the memory of a GPU, and saving from it
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron test-orbax clean test-job test-storage test-cuda bench-job
+.PHONY: demo test check bench fuzz matrix test-deepspeed test-megatron test-orbax test-peers clean test-job test-storage test-cuda bench-job
 
 # torch goes first and by itself, so that pip takes a CPU build where one is at hand
 # (elsewhere: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test).
@@ -60,7 +61,7 @@ $(PEERS)/.installed:
 	@echo "Preparing $(PEERS) (once)"
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet $(TORCH)
-	$(PEERS)/bin/python -m pip install --quiet transformers safetensors packaging einops psutil
+	$(PEERS)/bin/python -m pip install --quiet transformers safetensors packaging einops psutil isal ml_dtypes pyarrow
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --ignore-requires-python --target $(PEERS)/mcore-0.12.3 megatron-core==0.12.3
 	@touch $@
@@ -68,7 +69,8 @@ $(PEERS)/.installed:
 test-megatron: $(INSTALLED) $(PEERS)/.installed
 	CKPT_PEER_MEGATRON="$(CURDIR)/$(PEERS)/bin/python" CKPT_PEER_TRANSFORMERS="$(CURDIR)/$(PEERS)/bin/python" \
 	CKPT_PEER_MEGATRON_012="$(CURDIR)/$(PEERS)/mcore-0.12.3" \
-	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py tests/consumers/test_hf_names.py
+	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py \
+	    tests/consumers/test_megatron_live.py tests/consumers/test_hf_names.py
 
 ORBAX := $(VENV)-orbax/bin/python
 
@@ -78,6 +80,32 @@ $(ORBAX):
 
 test-orbax: $(INSTALLED) $(if $(CKPT_PEER_ORBAX),,$(ORBAX))
 	CKPT_PEER_ORBAX=$(or $(CKPT_PEER_ORBAX),$(CURDIR)/$(ORBAX)) $(BIN)/pytest -m peer tests/consumers/test_orbax.py
+
+# Each variable names the python of an environment with that library, as the head of the test file says:
+#   CKPT_PEER_BYTECHECKPOINT, CKPT_PEER_DEEPSPEED, CKPT_PEER_GGUF, CKPT_PEER_LIGHTNING, CKPT_PEER_MEGATRON,
+#   CKPT_PEER_ORBAX, CKPT_PEER_RAY, CKPT_PEER_TORCH24, CKPT_PEER_TORCH_CHECKPOINTING, CKPT_PEER_TRANSFORMERS,
+#   CKPT_PEER_VESCALE.
+# CKPT_PEER_MEGATRON_012 names a folder, that of megatron-core 0.12.3. What Megatron loads of its own formats is for
+# test-megatron, for it takes an hour.
+PEER_TESTS = $(strip \
+  $(if $(CKPT_PEER_BYTECHECKPOINT),tests/consumers/test_bytecheckpoint.py) \
+  $(if $(CKPT_PEER_DEEPSPEED),tests/consumers/test_deepspeed.py) \
+  $(if $(CKPT_PEER_GGUF),tests/formats/gguf/test_writer.py) \
+  $(if $(CKPT_PEER_LIGHTNING),tests/consumers/test_lightning.py) \
+  $(if $(CKPT_PEER_MEGATRON),tests/consumers/test_megatron_live.py) \
+  $(if $(and $(CKPT_PEER_MEGATRON),$(CKPT_PEER_TRANSFORMERS)),tests/consumers/test_megatron_models.py) \
+  $(if $(and $(CKPT_PEER_MEGATRON),$(CKPT_PEER_MEGATRON_012)),tests/formats/megatron/test_target_versions.py) \
+  $(if $(CKPT_PEER_ORBAX),tests/consumers/test_orbax.py) \
+  $(if $(CKPT_PEER_RAY),tests/consumers/test_ray.py) \
+  $(if $(CKPT_PEER_TORCH24),tests/consumers/test_peers.py::test_torch_2_4) \
+  $(if $(CKPT_PEER_TORCH_CHECKPOINTING),tests/consumers/test_torch_checkpointing.py) \
+  $(if $(CKPT_PEER_TRANSFORMERS),tests/consumers/test_hf_names.py tests/consumers/test_peers.py::test_transformers \
+    tests/formats/safetensors/test_writer.py) \
+  $(if $(CKPT_PEER_VESCALE),tests/consumers/test_vescale.py))
+
+test-peers: $(INSTALLED)
+	$(if $(PEER_TESTS),,$(error No variable names a library: CKPT_PEER_ORBAX=/path/to/python make test-peers))
+	$(BIN)/pytest -m peer $(PEER_TESTS)
 
 test-job: $(INSTALLED)
 	for size in 1 2 3 4; do \
