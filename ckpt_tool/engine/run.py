@@ -115,6 +115,7 @@ def _run(job: Job, leader: Leader | RemoteLeader | None) -> Iterator[Progress | 
     units = units_of(plan, share, done) if own is None else units_of_files(plan, own, done)
     moved = 0
     for event in move_units(job, units, sink, journal, journals_all=leader is not None):
+        len(layout.segments)  # made while the workers move bytes, not when they have ended
         if isinstance(event, int):
             moved += event
             yield Progress(resumed + moved, total)
