@@ -154,6 +154,8 @@ _FILE_KINDS = {
 }
 # These are about one tensor in one file.
 _TENSOR_KINDS = frozenset({"item-mismatch", "different-replicas"})
+# The full level judges from all bytes what a reader judges from the first ones.
+_TIED_KINDS = frozenset({"tied-stored-twice", "tied-but-different"})
 # Readers sum these up without a place; the structure tells them pair by pair.
 _TOLD_WITH_PLACE = frozenset({"tied-tensors", "overlapping-views"})
 
@@ -162,6 +164,8 @@ def _identity(finding: Finding) -> tuple[str, str | None, str | None, int]:
     path = finding.where.path if finding.where else None
     if finding.kind in _FILE_KINDS and path is not None:
         return _FILE_KINDS[finding.kind], None, path, 0
+    if finding.kind in _TIED_KINDS:
+        return "tied", finding.fqn, None, 0
     if finding.kind in _TENSOR_KINDS and path is not None:
         return finding.kind, finding.fqn, path, finding.where.offset if finding.where else -1
     return finding.kind, finding.message, path, finding.where.offset if finding.where else -1

@@ -16,7 +16,7 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.megatron_optimizer import megatron_optimizer
 from ckpt_tool.api.convert.taken import Taken
-from ckpt_tool.api.convert.vocabulary import padded_size, repadded
+from ckpt_tool.api.convert.vocabulary import repadded
 from ckpt_tool.api.convert.weight_states import (
     MASTER,
     MOMENTS,
@@ -41,6 +41,7 @@ from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.manifest.vocabulary import padded_size
 from ckpt_tool.records import dataclass
 
 __all__ = ["MegatronOptions", "as_megatron"]

@@ -19,9 +19,10 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Manifest, TensorMeta
+from ckpt_tool.manifest.vocabulary import padded_size, recorded_size
 from ckpt_tool.records import dataclass
 
-__all__ = ["Padded", "padded_size", "repadded", "true_vocabulary"]
+__all__ = ["Padded", "repadded", "true_vocabulary"]
 
 _MAX_READ_NBYTES = 64 << 20
 _KEYS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -34,16 +35,6 @@ class Padded:
     manifest: Manifest
     dropped: tuple[Dropped, ...]
     notes: tuple[str, ...]
-
-
-def padded_size(n_tokens: int, divisor: int, tp: int) -> int:
-    """Rows of a vocabulary of ``n_tokens`` in a run of ``tp`` tensor-parallel ranks.
-
-    >>> padded_size(100, 8, 2)
-    112
-    """
-    step = divisor * tp
-    return -(-n_tokens // step) * step
 
 
 def true_vocabulary(
@@ -66,7 +57,7 @@ def true_vocabulary(
     if not tables:
         return None, ()
     n_rows = min(table.shape[0] for table in tables)
-    said, where = _recorded_size(checkpoint.manifest)
+    said, where = recorded_size(checkpoint.manifest.info)
     if given is not None:
         if not 0 < given <= n_rows:
             raise LayoutError(f"--true-vocab {given:,} does not fit {n_rows:,} rows", where=tables[0].fqn)
@@ -82,16 +73,6 @@ def true_vocabulary(
         return None, (f"{kept} are not zero; {hint}",)
     evidence = f"{where} of the checkpoint, and rows from there on are zero in {' and '.join(fqns)}"
     return Fact(said, evidence), ()
-
-
-def _recorded_size(manifest: Manifest) -> tuple[int | None, str]:
-    """How many tokens the checkpoint says there are, and where it does."""
-    for table, where in (("args", "args.vocab_size"), ("config", "config.json's vocab_size")):
-        values = manifest.info.get(table)
-        found = values.get("vocab_size") if isinstance(values, Mapping) else None
-        if type(found) is int and found > 0:
-            return found, where
-    return None, ""
 
 
 def _proof(checkpoint: Checkpoint, tables: Sequence[TensorMeta], given: int, said: int | None, where: str) -> str:

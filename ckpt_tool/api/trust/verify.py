@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint
+import numpy.typing as npt
+
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, plan_limits
 from ckpt_tool.api.manifest_file import read_manifest
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.extents import measure
@@ -16,11 +19,14 @@ from ckpt_tool.checks.payload import check_content, check_headers
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
 from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.checks.tolerant import read_tolerantly
+from ckpt_tool.checks.vocabulary import padding_findings, tied_findings
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
+from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.storage.open import open_store
 
 __all__ = ["VerifyReport", "verify"]
@@ -44,7 +50,8 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
         checkpoint: a path, a URL, or an open checkpoint, which stays open.
         level: ``quick`` looks at the listing and the metadata and reads no payload; ``default`` compares each payload's
             own header with the metadata besides, and runs the format's own checks; ``full`` reads every byte: recorded
-            checksums, NaN and infinities, runs of zeros in optimizer state, replicas.
+            checksums, NaN and infinities, runs of zeros in optimizer state, replicas, tied copies, padding of the
+            vocabulary.
         memory_budget_bytes: what buffers may take together.
         manifest: a file that ``write_manifest`` wrote; every tensor is read and compared with its recorded digest.
         strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
@@ -147,8 +154,9 @@ def _report(
                 n_workers=reading_workers(n_workers, source.store.cost.concurrency),
                 progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
             )
-            findings = [*structure, *content.findings, *headers.findings]  # of equal ones the first is kept
-            checked_nbytes, covered_nbytes = content.checked_nbytes, content.covered_nbytes
+            told, told_nbytes = _vocabulary(checkpoint, content.manifest, memory_budget_bytes, n_workers)
+            findings = [*structure, *content.findings, *told, *headers.findings]  # of equal ones the first is kept
+            checked_nbytes, covered_nbytes = content.checked_nbytes + told_nbytes, content.covered_nbytes
             unproven = content.unproven_files
     return VerifyReport(
         url=checkpoint.url,
@@ -163,6 +171,23 @@ def _report(
         seconds=time.perf_counter() - started,
         unproven_files=unproven,
     )
+
+
+def _vocabulary(
+    checkpoint: Checkpoint, manifest: Manifest, memory_budget_bytes: int, n_workers: int | None
+) -> tuple[list[Finding], int]:
+    """Tied copies and padding rows of ``manifest``, whose chunks are resolved; and how many bytes were read."""
+    n_workers = reading_workers(n_workers, checkpoint.source.store.cost.concurrency)
+    limits = plan_limits(memory_budget_bytes // 2, n_workers)
+
+    def read(fqn: str, box: Box) -> npt.NDArray[Any]:
+        from ckpt_tool.engine.memory import read_boxes  # most checkpoints need no engine here
+
+        return read_boxes(manifest, checkpoint.store, [(fqn, box)], limits=limits)[0]
+
+    tied, tied_nbytes = tied_findings(manifest, read, memory_budget_bytes=memory_budget_bytes // 2, n_workers=n_workers)
+    padding, padding_nbytes = padding_findings(manifest, read, memory_budget_bytes=memory_budget_bytes // 2)
+    return [*tied, *padding], tied_nbytes + padding_nbytes
 
 
 def _load_groups(checkpoint: Checkpoint) -> None:

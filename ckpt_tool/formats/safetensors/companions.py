@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.vocabulary import embedding_and_head
 
 __all__ = ["config_findings", "read_companions", "tied_note"]
 
@@ -36,15 +37,6 @@ _TRAINER_FILES = tuple(
         (r"pytorch_model_fsdp_\d+/\.metadata", "the model as DCP"),
         (r"optimizer_\d+/\.metadata", "the optimizer as DCP"),
     )
-)
-
-# (input embedding, output head) as the families of transformers call them, compared without what is in front.
-_TIED_NAMES = (
-    ("embed_tokens.weight", "lm_head.weight"),
-    ("wte.weight", "lm_head.weight"),
-    ("word_embeddings.weight", "lm_head.weight"),
-    ("embed_in.weight", "embed_out.weight"),
-    ("tok_embeddings.weight", "output.weight"),
 )
 
 
@@ -112,19 +104,9 @@ def _read_json(source: Source, path: str, notes: list[str]) -> dict[str, Any] | 
     return found
 
 
-def _tied_pair(names: Mapping[str, int]) -> tuple[str | None, str | None]:
-    """``(embedding, head)``: the names of both as far as they are stored."""
-    for embedding, head in _TIED_NAMES:
-        embeddings = [n for n in names if n == embedding or n.endswith("." + embedding)]
-        heads = [n for n in names if n == head or n.endswith("." + head)]
-        if len(embeddings) == 1 and len(heads) <= 1:
-            return embeddings[0], heads[0] if heads else None
-    return None, None
-
-
 def tied_note(info: Mapping[str, Any], names: Mapping[str, int]) -> list[str]:
     """Says that the output head is the input embedding where ``config.json`` says so and only one is stored."""
-    embedding, head = _tied_pair(names) if info.get("tie_word_embeddings") is True else (None, None)
+    embedding, head = embedding_and_head(names) if info.get("tie_word_embeddings") is True else (None, None)
     if embedding is None or head is not None:
         return []
     return [f"the output head is tied to {embedding!r} (config.json: tie_word_embeddings) and is stored once"]
@@ -164,7 +146,7 @@ def _tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """Both ends of a tied pair stored: wrong when they differ. Two requests, of at most 64 KiB of payload each."""
     if manifest.info.get("tie_word_embeddings") is not True:
         return
-    embedding, head = _tied_pair(manifest.tensors.index)
+    embedding, head = embedding_and_head(manifest.tensors.index)
     if embedding is None or head is None:
         return
     metas = [manifest.tensor(name) for name in (embedding, head)]
