@@ -5,7 +5,7 @@ A part that fails becomes a finding, and the rest goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -128,17 +128,27 @@ def check_content(
     )
 
 
+def _parts(manifest: Manifest) -> dict[str, str]:
+    """Of each coded part the file on the storage."""
+    return {entry.path: entry.part.path for entry in manifest.files if entry.part is not None}
+
+
+def _covered(parts: Mapping[str, str], checksums: Sequence[Checksum]) -> set[str]:
+    """The files on the storage of which some byte has a recorded checksum."""
+    return {parts.get(checksum.where.path, checksum.where.path) for checksum in checksums}
+
+
 def _unproven(source: Source, manifest: Manifest, checksums: Sequence[Checksum]) -> tuple[str, ...]:
-    parts = {entry.path: entry.part.path for entry in manifest.files if entry.part is not None}
-    covered = {parts.get(checksum.where.path, checksum.where.path) for checksum in checksums}
+    covered = _covered(_parts(manifest), checksums)
     return tuple(path for path in source.listing.paths if path not in covered and source.listing.nbytes(path))
 
 
 def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Finding]:
-    """Files of which no byte has a recorded checksum."""
-    covered = {checksum.where.path for checksum in checksums}
-    used = distinct(manifest.chunks.file).tolist()
-    bare = [manifest.files.paths[row] for row in used if manifest.files.paths[row] not in covered]
+    """Files of which no byte has a recorded checksum; coded parts of one file count once."""
+    parts = _parts(manifest)
+    paths = [manifest.files.paths[row] for row in distinct(manifest.chunks.file).tolist()]
+    used = {parts.get(path, path) for path in paths}
+    bare = used - _covered(parts, checksums)
     if bare:
         said = (
             f"not covered: {len(bare):,} of {len(used):,} files record no checksum, so flipped bits in them go unseen"

@@ -16,7 +16,8 @@ _UNFINISHED_SUFFIXES = (".tmp", ".temp", ".incomplete", ".partial", ".part", ".c
 # Files that describe a checkpoint without being part of its data.
 _COMPANION_SUFFIXES = (
     ".metadata", ".json", ".jsonl", ".md", ".txt", ".model", ".jinja", ".py", ".yaml", ".yml", ".toml", ".lock", ".log",
-    ".gitattributes", ".gitignore", ".spm", ".tiktoken", ".done", ".complete", ".arrow",
+    ".gitattributes", ".gitignore", ".spm", ".tiktoken", ".done", ".complete", ".arrow", "metadata.pkl",
+    ".zarray", ".zattrs", ".zgroup", ".zmetadata", ".ocdbt", "_CHECKPOINT_METADATA", "_METADATA", "_sharding",
 )  # fmt: skip
 
 
@@ -47,8 +48,8 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
             said = f"{path} ({nbytes:,} bytes) looks like one of the checkpoint's files, but nothing refers to it"
             yield Finding("stray-file", Severity.WARNING, said, where=place)
     if others:
-        said = f"{len(others):,} other files hold nothing of this checkpoint: {some_names(others)}"
-        yield Finding("other-files", Severity.INFO, said)
+        files = "1 other file holds" if len(others) == 1 else f"{len(others):,} other files hold"
+        yield Finding("other-files", Severity.INFO, f"{files} nothing of this checkpoint: {some_names(others)}")
 
 
 def _folder(path: str) -> str:

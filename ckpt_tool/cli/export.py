@@ -46,7 +46,8 @@ def export(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="safetensors, torch, npz or dcp; by default what TARGET's name says (.npz, .pt), else safetensors.",
+            help="safetensors, torch, npz, dcp, orbax, gguf, lightning, consolidated (Meta's names) or vescale; by "
+            "default what DST's name says (.npz, .pt, .gguf), else safetensors.",
             show_default=False,
         ),
     ] = None,

@@ -60,7 +60,10 @@ def ls(
     sink.json(found.to_json() if json else {})
     if latest:
         if newest is None:
-            looked = f"none of {counted(len(found.steps), 'step')} is complete: {run}"
+            steps = (
+                f"none of {counted(len(found.steps), 'step')} is complete" if found.steps else "no step is there yet"
+            )
+            looked = f"{steps}: {run}"
             write_lines([line(Span("error: ", "bold red"), looked)], sys.stderr)
             raise typer.Exit(_NONE_COMPLETE)
         if not json:

@@ -213,7 +213,7 @@ ToFormat = Annotated[
         "--to",
         metavar="FORMAT",
         help="dcp, deepspeed, megatron-dist, megatron-legacy, rank-files, torch-ranks, bytecheckpoint, "
-        "torch-checkpointing, safetensors, torch-save.",
+        "torch-checkpointing, vescale, orbax; for one rank deepspeed-universal, safetensors, torch-save.",
     ),
 ]
 ZeroStage = Annotated[
@@ -312,7 +312,7 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", metavar="N", min=1, help="Threads that move bytes; by default one per core, up to 8."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished DST of the same command.")]
 NoFsync = Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the disk has it: faster, not crash-safe.")]
 Split = Annotated[

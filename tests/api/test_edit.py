@@ -157,6 +157,8 @@ def test_in_place(tmp_path: Path) -> None:
     before = as_bytes(tmp_path / "hf")
     with pytest.raises(UsageError, match="name where the result goes"):
         changed(tmp_path / "hf", None, drop=["lm_head*"])
+    with pytest.raises(UsageError, match="a target and --in-place exclude each other"):
+        edit(tmp_path / "hf", tmp_path / "other", in_place=True, fix_index=True)
     with pytest.raises(UsageError, match="source and target at once"):
         changed(tmp_path / "hf", tmp_path / "." / "hf", drop=["lm_head*"])
     with pytest.raises(TargetExists):
@@ -186,6 +188,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "collision": ({"rename": [(r"\d+", "0")]}, UsageError, "would both be called"),
     "no name": ({"rename": [(".*", "")]}, UsageError, "nothing would be left of the name"),
     "no fit": ({"rename": [("nothing_like_it", "x")]}, UsageError, "no name fits"),
+    "no prefix": ({"strip_prefixes": ["nothing_like_it."]}, UsageError, "no name begins with --strip-prefix"),
     "no glob": ({"drop": ["nothing_like_it*"]}, UsageError, "nothing fits --drop"),
     "all": ({"drop": ["*"]}, NotFound, "is left"),
     "no optimizer": ({"drop_optimizer": True}, NotFound, "no optimizer state"),

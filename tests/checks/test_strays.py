@@ -25,6 +25,10 @@ MANIFEST = make(
         ("b.pt", 8, []),
         (".metadata", 8, []),
         ("config.json", 8, []),
+        ("metadata.pkl", 8, []),
+        ("w/.zarray", 8, []),
+        ("_CHECKPOINT_METADATA", 8, []),
+        ("ocdbt.process_0/manifest.ocdbt", 8, []),
         ("sub/b.distcp", 8, [("stray-file", Severity.WARNING)]),
         ("sub/b.distcp", 0, [("empty-file", Severity.WARNING)]),
         ("b.distcp", 8, [("other-files", Severity.INFO)]),
@@ -46,6 +50,12 @@ def test_other_files_are_one_finding() -> None:
     assert found.message == (
         "100 other files hold nothing of this checkpoint: 'events.0', 'events.1', 'events.10' and 97 more"
     )
+
+
+def test_one_other_file_is_said_in_the_singular() -> None:
+    """One is not several."""
+    [found] = stray_findings(MANIFEST, Listing("", {"events.0": 1}))
+    assert found.message == "1 other file holds nothing of this checkpoint: 'events.0'"
 
 
 def test_named_file_has_no_strays() -> None:

@@ -30,6 +30,20 @@ def ckpt(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     return capsys.readouterr().out
 
 
+def test_help_names_every_format_that_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """A format that ``ckpt formats`` calls written is offered by the help of a command that writes it."""
+    written = {entry["name"] for entry in json.loads(ckpt(capsys, "formats", "--json"))["formats"] if entry["writes"]}
+    said = "".join(re.sub(r"-\s+", "-", ckpt(capsys, command, "--help")) for command in ("reshard", "export"))
+    assert {name for name in written if not re.search(rf"\b{name}\b", said)} == set()
+
+
+@pytest.mark.parametrize("command", ["export", "reshard"])
+def test_an_unknown_dtype_is_a_usage_error(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt option ends with 2, unlike a checkpoint with a type that nobody knows."""
+    assert main([command, str(FSDP), str(tmp_path / "out"), "--dtype", "int3"]) == 2
+    assert capsys.readouterr().err.startswith("error: 'int3' is not a known dtype\n")
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A small safetensors file of two layers and a buffer."""

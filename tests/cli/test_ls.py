@@ -81,6 +81,16 @@ def test_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err == f"error: none of 3 steps is complete: {run}\n"
 
 
+def test_latest_of_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job's first start finds an empty run folder: status 1 as for none complete; a table of it is status 3."""
+    (tmp_path / "notes.md").write_text("x")
+    assert main(["ls", str(tmp_path), "--latest"]) == 1
+    assert capsys.readouterr() == ("", f"error: no step is there yet: {tmp_path}\n")
+    assert main(["ls", str(tmp_path), "--latest", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["latest"] is None
+    assert main(["ls", str(tmp_path)]) == 3
+
+
 def test_json_and_quiet(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For programs and for scripts."""
     assert main(["ls", str(run), "--json"]) == 0

@@ -14,11 +14,12 @@ from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
 from ckpt_tool.api.digest import digest_table
 from ckpt_tool.api.manifest_file import manifest_beside, write_manifest
 from ckpt_tool.dtypes import DType
+from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.around import owners_of
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.engine.team import Share
-from ckpt_tool.errors import StorageError
+from ckpt_tool.errors import StorageError, Unsupported, UsageError
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, Writer, WriteRequest, WriterOptions
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.origins import Origins
@@ -40,6 +41,7 @@ __all__ = [
     "build_conversion",
     "cast_model",
     "manifest_url_for",
+    "wanted_dtype",
     "whole_boxes",
 ]
 
@@ -282,6 +284,18 @@ def _blob_bytes(checkpoint: Checkpoint, blobs: Sequence[Blob]) -> Mapping[str, b
     own = [b for b in blobs if b.kind == "torch_save" and b.where is not None and times[b.fqn] == 1]
     data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
     return {blob.fqn: content for blob, content in zip(own, data, strict=True)}
+
+
+def wanted_dtype(name: str | None) -> DType | None:
+    """The type that a caller asks for by ``name``.
+
+    Raises:
+        UsageError: no such type.
+    """
+    try:
+        return None if name is None else dtype_named(name)
+    except Unsupported as error:
+        raise UsageError(error.message, hint=error.hint) from None
 
 
 def cast_model(tensors: TensorTable, dtype: DType | None, *, buffers: Collection[str] = ()) -> TensorTable:

@@ -134,7 +134,13 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
 
 def _target_url(source: str | os.PathLike[str], target: str | os.PathLike[str] | None, *, in_place: bool) -> str:
     """Where the result goes."""
-    if in_place == (target is not None):
+    if in_place and target is not None:
+        raise UsageError(
+            "a target and --in-place exclude each other",
+            where=os.fspath(target),
+            hint="leave out --in-place to keep SRC as it is",
+        )
+    if not in_place and target is None:
         raise UsageError(
             "name where the result goes, or say --in-place", hint="ckpt edit SRC OUT ... leaves SRC as it is"
         )

@@ -114,12 +114,15 @@ def _map(changes: NameChanges, fqns: Sequence[str], root: str) -> Callable[[str]
             raise UsageError(f"names cannot be mapped from {pattern!r} to {text!r}: {error}") from error
         compiled.append((found, text))
     used = [0] * len(compiled)
+    stripped: set[str] = set()
 
     def mapped(fqn: str) -> str:
         for number, (pattern, text) in enumerate(compiled):
             fqn, n = pattern.subn(text, fqn)
             used[number] += n
-        prefix = next((prefix for prefix in changes.strip_prefixes if fqn.startswith(prefix)), "")
+        fitting = [prefix for prefix in changes.strip_prefixes if fqn.startswith(prefix)]
+        stripped.update(fitting)
+        prefix = next(iter(fitting), "")
         fqn = fqn[len(prefix) :]
         return without_wrappers(fqn) if changes.strip_wrappers else fqn
 
@@ -128,6 +131,11 @@ def _map(changes: NameChanges, fqns: Sequence[str], root: str) -> Callable[[str]
     for number, (searched, _) in enumerate(compiled):
         if not used[number]:
             raise UsageError(f"no name fits --rename {searched.pattern!r}", where=root, hint="ckpt inspect lists names")
+    unused = [prefix for prefix in changes.strip_prefixes if prefix not in stripped]
+    if unused:
+        raise UsageError(
+            f"no name begins with --strip-prefix {unused[0]!r}", where=root, hint="ckpt inspect lists names"
+        )
     return mapped
 
 

@@ -19,6 +19,7 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     cast_model,
     manifest_url_for,
+    wanted_dtype,
     whole_boxes,
 )
 from ckpt_tool.api.convert.hf_names import names_options, with_hf_names
@@ -28,7 +29,6 @@ from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.convert.tied import without_tied
 from ckpt_tool.api.workers import moving_workers
-from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
@@ -168,7 +168,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         blobs = by_name(checkpoint.load_blobs())
     else:
         dropped += [Dropped(blob.fqn, "not a tensor") for blob in checkpoint.manifest.blobs]
-    tensors = cast_model(manifest.tensors, None if dtype is None else dtype_named(dtype))
+    tensors = cast_model(manifest.tensors, wanted_dtype(dtype))
     config = {} if by_family is None or to not in _HAS_CONFIG else dict(by_family.config)
     return build_conversion(
         checkpoint,

@@ -19,6 +19,7 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     cast_model,
     manifest_url_for,
+    wanted_dtype,
     whole_boxes,
 )
 from ckpt_tool.api.convert.mesh import DATA_AXES, data_size, mesh_of
@@ -28,7 +29,6 @@ from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.api.workers import moving_workers
-from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
@@ -173,7 +173,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             expert_grid=expert_grid,
             mcore_version=mcore_version,
             fresh_random_states=rank_state == "emit",
-            model_dtype=None if dtype is None else dtype_named(dtype),
+            model_dtype=wanted_dtype(dtype),
             sidecar=sidecar,
         )
         taken = _taken(

@@ -134,14 +134,14 @@ def ls(
         n_workers: for verifying.
 
     Raises:
-        NotFound: nothing there, or no step.
+        NotFound: nothing there, or no step; with ``latest`` a folder without a step is a run that has none yet.
         UsageError: an unknown level.
     """
     if verify is not None and verify not in LEVELS:
         raise UsageError(f"{verify!r} is no level of verification, expected one of {', '.join(LEVELS)}")
     store, listing = open_store(run)
     try:
-        found = _Run(os.fspath(run), store, listing)
+        found = _Run(os.fspath(run), store, listing, may_be_empty=latest)
         steps: list[RunStep] = []
         for files in reversed(found.files):
             step = found.step(files)
@@ -160,7 +160,7 @@ def ls(
 class _Run:
     """Files of a run, by step."""
 
-    def __init__(self, url: str, store: Store, listing: Listing) -> None:
+    def __init__(self, url: str, store: Store, listing: Listing, *, may_be_empty: bool) -> None:
         if listing.entry is not None:
             hint = f'give the folder: "{listing.url}"'
             raise NotFound("a file, expected the folder of a run", where=url, hint=hint)
@@ -172,7 +172,7 @@ class _Run:
         self._links = dict(_links(listing, files))
         files += _tagged(self._named, listing, files)
         if not files:
-            files = self._unnamed(listing)
+            files = self._unnamed(listing, may_be_empty=may_be_empty)
         else:
             files += self._own_files(listing, files)
         self.files = sorted(files, key=_order)
@@ -184,9 +184,11 @@ class _Run:
             )
         self._families = {step.path: families(step) for step in self.files if step.path and not step.is_file}
 
-    def _unnamed(self, listing: Listing) -> list[StepFiles]:
+    def _unnamed(self, listing: Listing, *, may_be_empty: bool) -> list[StepFiles]:
         """The run as one checkpoint, or its folders that are one each, where none is called like a step."""
         folders = [folder for folder, _ in judge(_files_below(listing, ""), self._store, self._url).parts]
+        if not folders and may_be_empty:
+            return []
         if not folders:
             hint = 'name the folder that the steps lie in; "ckpt inspect" looks at a single checkpoint'
             raise NotFound(f"no step of a run among {len(listing.sizes):,} files", where=self._url, hint=hint)

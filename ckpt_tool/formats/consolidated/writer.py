@@ -116,7 +116,8 @@ def _check(request: WriteRequest) -> None:
         shown = ", ".join(request.tensors.fqns[:_SHOWN])
         raise Unsupported(
             f"none of {len(request.tensors):,} tensors has one of Meta's names: {shown}",
-            hint="consolidated files have names like layers.0.attention.wq.weight; --names source keeps them",
+            hint="consolidated files have names like layers.0.attention.wq.weight; where SRC has such, --names source "
+            "keeps them",
         )
     if request.blobs:
         raise Unsupported(f"consolidated files hold weights, and there are {len(request.blobs):,} objects")
