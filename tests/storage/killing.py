@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -191,6 +192,8 @@ def main(source: str, url: str, n: int, seed: int, to: str) -> Counter[str]:
         if resume and result.report.resumed_nbytes:
             os._exit(7)
 
+    with tempfile.TemporaryDirectory() as folder:
+        reshard(source, f"{folder}/here", **options)  # imports what a run needs: forks spend their time on bytes
     apart(lambda: kept_at(url).clean())
     started = time.perf_counter()
     if ended(forked(run)):

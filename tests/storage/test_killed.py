@@ -52,7 +52,7 @@ def test_s3(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["dcp", "torch-ranks"])
 def test_local_matrix(tmp_path: Path, to: str) -> None:
     """A folder, and checksums that must come out of the journal."""
-    found = seen(make_safetensors(tmp_path / "x.safetensors", n_tensors=60), str(tmp_path / "out"), POINTS, to)
+    found = seen(make_safetensors(tmp_path / "x.safetensors", n_tensors=240), str(tmp_path / "out"), POINTS, to)
     assert found["went on from what was there"] >= POINTS // 8
 
 
