@@ -33,10 +33,9 @@ def without_tied(
     says_tied = bool(manifest.info.get("config", {}).get("tie_word_embeddings"))
     if tied == "keep" or (tied == "auto" and not says_tied):
         named = "; ".join(" = ".join(group) for group in shared[:3])
-        groups = (
-            "1 group of tensors shares its" if len(shared) == 1 else f"{len(shared):,} groups of tensors share their"
-        )
-        return manifest, (), (f"{groups} bytes and all are written: {named}",) if shared else ()
+        groups = "1 group" if len(shared) == 1 else f"{len(shared):,} groups"
+        said = f"{groups} of tensors share their bytes and are each written: {named}"
+        return manifest, (), (said,) if shared else ()
     why = {fqn: f"shares its bytes with {group[0]}" for group in shared for fqn in group[1:]}
     copies, said_of_copies = _equal_vocabularies(
         checkpoint, manifest, [fqn for fqn in manifest.tensors.fqns if fqn not in why]
