@@ -111,6 +111,9 @@ def place(
     layers = layer_stages(resolved.n_layers, mesh.size("pp"), stages or StageOptions())
     if mesh.size("pp") > 1 and resolved.n_layers:
         notes.add("layers over stages", str(layers))
+        without = sorted(set(range(mesh.size("pp"))) - set(layers.stage.tolist()))
+        if without:
+            notes.add("stages without layers", ", ".join(map(str, without)))
     placer = _Placer(mesh, dp_mode, layers, resolved.n_experts, max((len(shape) for shape in exact), default=0))
     pieces = [placer.pieces(shape, layout) for shape, layout in zip(exact, resolved.layouts, strict=True)]
     for fqn, shape, layout, piece in zip(fqns, exact, resolved.layouts, pieces, strict=True):

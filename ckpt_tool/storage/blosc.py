@@ -137,7 +137,7 @@ def _unshuffled(header: _Header, block: bytes) -> bytes:
 def byte_unshuffled(content: bytes, width: int) -> bytes:
     """Elements of ``width`` bytes, of which first bytes stand first, then second ones; what is over stays behind.
 
-    >>> byte_unshuffled(b"adbecfx", 2)
+    >>> byte_unshuffled(b"acebdfx", 2)
     b'abcdefx'
     """
     n = len(content) // width

@@ -202,3 +202,9 @@ def test_progress_draws_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert moved is not None
         moved(Progress(512, 1024))
     assert "0.5/1.0 KiB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+
+
+def test_stages_of_zero_are_deepspeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    """The option is not passed over where the target has no such thing."""
+    assert main(["plan", str(FSDP), "--zero-stage", "2"]) == 2
+    assert "dcp has no stages of ZeRO" in capsys.readouterr().err

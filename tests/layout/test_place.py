@@ -197,6 +197,15 @@ def test_layers_over_stages() -> None:
     assert held(virtual, shapes, "model.layers.2.input_layernorm.weight") == {0: [Box.whole((16,))]}
 
 
+def test_stages_without_layers_are_said() -> None:
+    """Three layers on five stages leave two with nothing to compute."""
+    _, shapes = MODELS["llama"]
+    placed = place_all(shapes, default_mesh(pp=5), builtin_families()["llama"])
+    assert "stages without layers: 3, 4" in placed.notes
+    full = place_all(shapes, default_mesh(pp=3), builtin_families()["llama"])
+    assert not any(note.startswith("stages without layers") for note in full.notes)
+
+
 def test_a_missing_layer_is_said() -> None:
     """A layer that is not there leaves the others where they belong, and a note."""
     shapes: Shapes = {fqn: shape for fqn, shape in MODELS["llama"][1].items() if ".1." not in fqn}

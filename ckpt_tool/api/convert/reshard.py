@@ -156,6 +156,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError(f"{to} has names of its own", hint="leave out --names")
     if rank_state == "emit" and not writer.name.startswith("megatron"):
         raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
+    if zero_stage is not None and writer.name != "deepspeed":
+        raise UsageError(f"{to} has no stages of ZeRO", hint="leave out --zero-stage, or write --to deepspeed")
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
