@@ -8,7 +8,7 @@ import typer
 
 from ckpt_tool.cli.options import Choice
 
-__all__ = ["Facts", "Family", "NamesAs", "NamingFile", "TrueVocab"]
+__all__ = ["Facts", "Family", "NamesAs", "NamesOf", "NamingFile", "TrueVocab"]
 
 
 class NamesAs(Choice):

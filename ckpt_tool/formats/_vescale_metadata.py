@@ -12,9 +12,7 @@ from ckpt_tool.formats._dcp.metadata_pickle import (
     WrittenChunks,
     WrittenItem,
     WrittenTensor,
-    add_planner_data,
-    add_state_dict_metadata,
-    add_storage_data,
+    begin_metadata,
 )
 from ckpt_tool.manifest.model import KeyPath
 
@@ -23,7 +21,7 @@ __all__ = ["metadata_pickle"]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PROPERTIES = ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING")
 _STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_NEW, _BUILD, _STOP, _MARK, _SETITEMS, _EMPTY_DICT = b")\x81", b"b", b".", b"(", b"u", b"}"
+_BUILD, _STOP, _SETITEMS = b"b", b".", b"u"
 
 
 def metadata_pickle(
@@ -36,13 +34,6 @@ def metadata_pickle(
     """The content of ``.metadata``; arguments as in that of DCP, of which ``save_id`` has no place here."""
     del save_id
     pickle = MetadataPickle(_PROPERTIES)
-    pickle.add(pickle.name(_METADATA, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
-    pickle.add(pickle.text("state_dict_metadata"))
-    add_state_dict_metadata(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
-    pickle.add(pickle.text("planner_data"))
-    paths = [(tensor.fqn, tensor.path) for tensor in tensors] + [(fqn, path) for fqn, path, _ in blobs]
-    add_planner_data(pickle, paths)
-    pickle.add(pickle.text("storage_data"))
-    add_storage_data(pickle, tensors, chunks, blobs, _STORAGE_INFO)
+    begin_metadata(pickle, _METADATA, tensors, chunks, blobs, _STORAGE_INFO)
     pickle.add(_SETITEMS, _BUILD, _STOP)
     return pickle

@@ -141,6 +141,11 @@ class BoxTable:
         """Number of boxes."""
         return len(self.tensor)
 
+    def nbytes(self, tensors: TensorTable) -> IntArray:
+        """int64[n]: bytes of each box, packed; ``tensor`` is a row of ``tensors``."""
+        nbytes: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64) * tensors.bits[self.tensor] // 8
+        return nbytes
+
 
 @dataclass(frozen=True)
 class WriteRequest:

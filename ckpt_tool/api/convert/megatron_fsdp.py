@@ -21,6 +21,7 @@ from ckpt_tool.api.convert.weight_states import (
     MASTER,
     MOMENTS,
     WeightStates,
+    check_is_decoded,
     state_views,
     states_of,
     step_of,
@@ -146,12 +147,7 @@ def as_fsdp_dtensor(checkpoint: Checkpoint, manifest: Manifest, blobs: Sequence[
     args = next((blob.value for blob in blobs if blob.fqn == "args"), None)
     if not isinstance(args, Stub) or not isinstance(args.state, dict):
         raise UsageError("Megatron-FSDP's names are given to checkpoints of Megatron", where=checkpoint.url)
-    undecoded = manifest.info.get("optimizer_undecoded")
-    if undecoded:
-        raise LayoutError(
-            f"the optimizer's state is not in the shape of the weights: {undecoded}", where=checkpoint.url,
-            hint="take the weights alone: --include 'model.*'",
-        )  # fmt: skip
+    check_is_decoded(manifest, checkpoint.url)
     model = SECTIONS.index("model")
     names = [fqn for row, fqn in enumerate(manifest.tensors.fqns) if manifest.tensors.section[row] == model]
     shapes = {fqn: manifest.tensor(fqn).shape for fqn in names}

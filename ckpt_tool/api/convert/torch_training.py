@@ -16,7 +16,15 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.hf_names import NamesOptions, with_hf_names
 from ckpt_tool.api.convert.taken import Taken
-from ckpt_tool.api.convert.weight_states import MASTER, MOMENTS, WeightStates, state_views, states_of, step_of
+from ckpt_tool.api.convert.weight_states import (
+    MASTER,
+    MOMENTS,
+    WeightStates,
+    check_is_decoded,
+    state_views,
+    states_of,
+    step_of,
+)
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import blob_entry
@@ -65,12 +73,7 @@ def as_torch_training(
     model = SECTIONS.index("model")
     is_model = {fqn for row, fqn in enumerate(manifest.tensors.fqns) if manifest.tensors.section[row] == model}
     weights = [view for view in named.views if all(part.source_fqn in is_model for part in view.parts)]
-    undecoded = manifest.info.get("optimizer_undecoded")
-    if undecoded:
-        raise LayoutError(
-            f"the optimizer's state is not in the shape of the weights: {undecoded}", where=checkpoint.url,
-            hint="take the weights alone: --include 'model.*'",
-        )  # fmt: skip
+    check_is_decoded(manifest, checkpoint.url)
     states = states_of(manifest, blobs).of_adam()
     steps = {} if not states.tensors else _steps(manifest, states)
     views, of_masters = _of_masters(weights, states)

@@ -22,7 +22,16 @@ from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.optimizer import ParameterGroup, optimizer_views
 from ckpt_tool.records import dataclass
 
-__all__ = ["MASTER", "MOMENTS", "WeightStates", "state_views", "states_of", "step_of", "with_all_masters"]
+__all__ = [
+    "MASTER",
+    "MOMENTS",
+    "WeightStates",
+    "check_is_decoded",
+    "state_views",
+    "states_of",
+    "step_of",
+    "with_all_masters",
+]
 
 MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 """What the three tensors of Adam for each weight are called here."""
@@ -52,6 +61,20 @@ class WeightStates:
             if all(moment in own for moment in MOMENTS)
         }
         return replace(self, tensors=kept)
+
+
+def check_is_decoded(manifest: Manifest, where: str) -> None:
+    """Nothing, when the optimizer's state is in the shape of the weights.
+
+    Raises:
+        LayoutError: it is still in the form of buffers, of which a fact is missing; the message names it.
+    """
+    undecoded = manifest.info.get("optimizer_undecoded")
+    if undecoded:
+        raise LayoutError(
+            f"the optimizer's state is not in the shape of the weights: {undecoded}", where=where,
+            hint="take the weights alone: --include 'model.*'",
+        )  # fmt: skip
 
 
 def states_of(manifest: Manifest, blobs: Sequence[Blob]) -> WeightStates:

@@ -28,6 +28,7 @@ __all__ = [
     "add_planner_data",
     "add_state_dict_metadata",
     "add_storage_data",
+    "begin_metadata",
     "index_piece",
     "integer_piece",
     "text_piece",
@@ -235,6 +236,27 @@ def _properties(pickle: MetadataPickle, dtype: DType) -> bytes:
     pickle.remember(key)
     pickle.add(_MARK, element, layout, _FALSE, memory_format, _FALSE, _TUPLE, _BUILD, _POP)
     return pickle.known(key) or b""
+
+
+def begin_metadata(
+    pickle: MetadataPickle,
+    module: str,
+    tensors: Sequence[WrittenTensor],
+    chunks: WrittenChunks,
+    blobs: Sequence[tuple[str, KeyPath, WrittenItem]],
+    info_class: tuple[str, str],
+) -> None:
+    """Pushes the ``Metadata`` of ``module`` and the fields that every dialect has; the dict of its fields stays open.
+
+    The root's class comes first, so that the first bytes of the file tell what it is.
+    """
+    pickle.add(pickle.name(module, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
+    pickle.add(pickle.text("state_dict_metadata"))
+    add_state_dict_metadata(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
+    pickle.add(pickle.text("planner_data"))
+    add_planner_data(pickle, [*((tensor.fqn, tensor.path) for tensor in tensors), *((n, p) for n, p, _ in blobs)])
+    pickle.add(pickle.text("storage_data"))
+    add_storage_data(pickle, tensors, chunks, blobs, info_class)
 
 
 def add_planner_data(pickle: MetadataPickle, paths: Iterable[tuple[str, KeyPath]]) -> None:

@@ -11,9 +11,7 @@ from ckpt_tool.formats._dcp.metadata_pickle import (
     WrittenChunks,
     WrittenItem,
     WrittenTensor,
-    add_planner_data,
-    add_state_dict_metadata,
-    add_storage_data,
+    begin_metadata,
     index_piece,
     text_piece,
 )
@@ -39,13 +37,7 @@ def metadata_pickle(
         blobs: key, nested keys and item of each object that is not a tensor.
     """
     pickle = MetadataPickle()
-    pickle.add(pickle.name(MODULE, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
-    pickle.add(pickle.text("state_dict_metadata"))
-    add_state_dict_metadata(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
-    pickle.add(pickle.text("planner_data"))
-    add_planner_data(pickle, [*((tensor.fqn, tensor.path) for tensor in tensors), *((n, p) for n, p, _ in blobs)])
-    pickle.add(pickle.text("storage_data"))
-    add_storage_data(pickle, tensors, chunks, blobs, (MODULE, "_StorageInfo"))
+    begin_metadata(pickle, MODULE, tensors, chunks, blobs, (MODULE, "_StorageInfo"))
     pickle.add(pickle.text("all_tensor_metadata"))
     _add_shells(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
     pickle.add(pickle.text("bytecheckpoint_version"), text_piece(_VERSION))

@@ -64,7 +64,7 @@ class ConsolidatedWriter:
             sizes=boxes.sizes,
             file=file,
             offset=offset,
-            length=np.prod(boxes.sizes, axis=1, dtype=np.int64) * tensors.bits[boxes.tensor] // 8,
+            length=boxes.nbytes(tensors),
             rank=boxes.rank,
         )
         params = request.info.get("params")

@@ -9,9 +9,7 @@ from ckpt_tool.formats._dcp.metadata_pickle import (
     WrittenChunks,
     WrittenItem,
     WrittenTensor,
-    add_planner_data,
-    add_state_dict_metadata,
-    add_storage_data,
+    begin_metadata,
     text_piece,
 )
 from ckpt_tool.manifest.model import KeyPath
@@ -43,15 +41,7 @@ def metadata_pickle(
         save_id: identifies the save; torch only logs it.
     """
     pickle = MetadataPickle()
-    # The root's class comes first, so that the first bytes of the file tell what it is.
-    pickle.add(pickle.name(_METADATA, "Metadata", keep=True), _NEW, _EMPTY_DICT, _MARK)
-    pickle.add(pickle.text("state_dict_metadata"))
-    add_state_dict_metadata(pickle, tensors, chunks, [fqn for fqn, _, _ in blobs])
-    pickle.add(pickle.text("planner_data"))
-    paths = [(tensor.fqn, tensor.path) for tensor in tensors] + [(fqn, path) for fqn, path, _ in blobs]
-    add_planner_data(pickle, paths)
-    pickle.add(pickle.text("storage_data"))
-    add_storage_data(pickle, tensors, chunks, blobs, _STORAGE_INFO)
+    begin_metadata(pickle, _METADATA, tensors, chunks, blobs, _STORAGE_INFO)
     pickle.add(pickle.text("storage_meta"))
     pickle.add(pickle.name(_METADATA, "StorageMeta"), _NEW, _EMPTY_DICT, _MARK)
     for name, value in (("checkpoint_id", _NONE), ("save_id", text_piece(save_id)), ("load_id", _NONE)):

@@ -73,7 +73,7 @@ class OrbaxWriter:
             sizes=boxes.sizes,
             file=plan.file,
             offset=np.zeros(len(boxes), dtype=np.int64),
-            length=np.prod(boxes.sizes, axis=1, dtype=np.int64) * request.tensors.bits[boxes.tensor] // 8,
+            length=boxes.nbytes(request.tensors),
             rank=boxes.rank,
         )
         manifest = Manifest(

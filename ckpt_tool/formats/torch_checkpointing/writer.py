@@ -67,7 +67,7 @@ class TorchCheckpointingWriter:
             sizes=boxes.sizes,
             file=plan.file,
             offset=plan.offset,
-            length=np.prod(boxes.sizes, axis=1, dtype=np.int64) * request.tensors.bits[boxes.tensor] // 8,
+            length=boxes.nbytes(request.tensors),
             rank=boxes.rank,
         )
         manifest = Manifest(
