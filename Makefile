@@ -109,7 +109,7 @@ test-peers: $(INSTALLED)
 
 test-job: $(INSTALLED)
 	for size in 1 2 3 4; do \
-	  CKPT_JOB_SAVING=1,2,3,4 CKPT_JOB_LOADING=$$size $(BIN)/pytest tests/job/test_save.py || exit 1; \
+	  CKPT_JOB_SAVING=1,2,3,4 CKPT_JOB_LOADING=$$size $(BIN)/pytest -o faulthandler_timeout=0 tests/job/test_save.py tests/job/test_save_megatron.py || exit 1; \
 	done
 
 test-storage: $(INSTALLED)

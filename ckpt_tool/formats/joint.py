@@ -38,14 +38,15 @@ class Entry:
 class PlainEntries:
     """How most formats keep the entries of a state: each by itself."""
 
-    def holder(self, entry: Entry, rank: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+    def holder(self, entry: Entry, rank: int, world_size: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
         """The object that an entry is a part of, and its keys in there; None for one that stands by itself.
 
         Args:
             entry: of the state of one rank.
             rank: its number.
+            world_size: number of ranks.
         """
-        del entry, rank
+        del entry, rank, world_size
         return None
 
     def as_object(self, value: Any) -> Any:
@@ -94,7 +95,7 @@ class JointWriter(Writer, Protocol):
     commit_path: str
     """The file that makes the parts a checkpoint."""
 
-    def holder(self, entry: Entry, rank: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+    def holder(self, entry: Entry, rank: int, world_size: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
         """See `PlainEntries`."""
         ...
 

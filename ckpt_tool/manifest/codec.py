@@ -10,7 +10,7 @@ Schema ``ckpt-manifest/1``; keys marked ? are absent where they would say nothin
     notes       [text]
     tensors     [{"fqn", "dtype", "shape", "nbytes", "section", "chunks": how many, "path"?, "type"?}]
     files       [{"path", "nbytes" (-1 unknown), "codec"?, "part"?}]
-    blobs       [{"fqn", "kind", "path", "rank"?, "where"?, "value"? (see plain.py)}]
+    blobs       [{"fqn", "kind", "path", "rank"?, "where"?, "within"?, "value"? (see plain.py)}]
     chunks?     [{"fqn", "offsets", "sizes", "file", "offset", "length", "rank" (null unknown), "flags"?, "strides"?}]
 
 ``offsets``, ``sizes`` and ``strides`` are in elements, ``offset`` and ``length`` in bytes of ``file``. ``part`` and
@@ -99,6 +99,8 @@ def _blob_json(blob: Blob) -> dict[str, Any]:
         found["rank"] = blob.rank
     if blob.where is not None:
         found["where"] = _range_json(blob.where)
+    if blob.within:
+        found["within"] = list(blob.within)
     if blob.is_loaded:
         with suppress(Unsupported):  # an inert record of a foreign class: its bytes can still be read where they lie
             found["value"] = to_plain(blob.value, blob.fqn)
@@ -207,6 +209,7 @@ def _blob(fields: Mapping[str, Any]) -> Blob:
         path=tuple(fields["path"]),
         rank=fields.get("rank"),
         is_loaded="value" in fields,
+        within=tuple(fields.get("within", ())),
     )
 
 

@@ -122,6 +122,8 @@ class Blob:
     rank: int | None = None
     is_loaded: bool = False
     """Whether ``value`` holds the object (which may itself be None)."""
+    within: KeyPath = ()
+    """Keys that lead to it from what its bytes hold (Megatron has each object in a list of one)."""
 
 
 @dataclass(frozen=True, slots=True)

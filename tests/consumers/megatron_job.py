@@ -97,10 +97,18 @@ def main(action: str, folder: str) -> None:
 
     if action == "save-ours":
         state = {**state_of(rank, size, 48, is_random=True), "iteration": 5, "groups": {0: {"lr": 0.5}}}
-        ckpt_tool.save(state, folder, format="megatron").wait()
+        ckpt_tool.save(state, folder, format="megatron", extra_state={"data": {"at": 10 + rank}}).wait()
         return
     if action == "load-theirs":
-        theirs = dist_checkpointing.load({**state_of(rank, size, 48, is_random=False), "iteration": 0}, folder)
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.dist_checkpointing.serialization import load_sharded_metadata  # type: ignore[import-not-found]
+
+        own = {"own": ShardedObject("extra_state.data", None, (2,), (rank % 2,), replica_id=rank // 2)}
+        asked = {**state_of(rank, size, 48, is_random=False), "iteration": 0, **(own if size > 1 else {})}
+        names = load_sharded_metadata(folder)
+        theirs = dist_checkpointing.load(asked, folder)
+        if theirs.get("own", {"at": 10}) != {"at": 10 + rank % 2} or "extra_state.data/shard_1_2" not in names:
+            raise SystemExit(f"rank {rank} of {size} has {theirs.get('own')} of {sorted(names)}")
         found, expected = flat(theirs), flat(unwrapped(state_of(rank, size, 48, is_random=True)))
         different = sorted(key for key in expected if found.get(key) != expected[key])
         if different or (theirs["iteration"], theirs["groups"]) != (5, {0: {"lr": 0.5}}):

@@ -164,7 +164,7 @@ def save_all(rank: int, size: int, rendezvous: str, out: str) -> None:
             handle.wait()
             dist.barrier()
             found["resumed"][name] = _resumed(name, f"{out}/{size}/{name}")
-        Path(f"{out}/{size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        Path(f"{out}/saved-{size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def load_all(rank: int, size: int, rendezvous: str, out: str) -> None:
@@ -182,13 +182,13 @@ def load_all(rank: int, size: int, rendezvous: str, out: str) -> None:
                         found[f"{saved} {layout} to {other} by {loader.__name__}"] = differences(other, state)
             for name in MODELS:
                 losses = _resumed(name, f"{out}/{saved}/{name}")
-                expected = json.loads(Path(f"{out}/{saved}.0.json").read_text(encoding="utf-8"))["losses"][name]
+                expected = json.loads(Path(f"{out}/saved-{saved}.0.json").read_text(encoding="utf-8"))["losses"][name]
                 found[f"{saved} {name}"] = [] if _close(losses, expected) else [losses, expected]
             for layout in ("rows", "plain"):
                 extra = ckpt_tool.load_extra_state(f"{out}/{saved}/{layout}", rank, size)
                 wanted = {"rng": torch.full((3,), rank), "name": f"rank {rank}"}
                 found[f"{saved} extra of {layout}"] = [] if str(extra) == str(wanted) else [str(extra)]
-        Path(f"{out}/{size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        Path(f"{out}/loaded-{size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def _dcp_load(state: dict[str, Any], url: str) -> None:

@@ -22,9 +22,9 @@ SAVING = tuple(map(int, os.environ.get("CKPT_JOB_SAVING", "4").split(",")))
 LOADING = int(os.environ.get("CKPT_JOB_LOADING", "3"))
 
 
-def told(folder: Path, size: int) -> list[dict[str, Any]]:
-    """What each rank of a job said."""
-    return [json.loads((folder / f"{size}.{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+def told(folder: Path, job: str, size: int) -> list[dict[str, Any]]:
+    """What each rank of a job said: of one that ``saved`` or ``loaded``."""
+    return [json.loads((folder / f"{job}-{size}.{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", save_jobs.MODELS)
 def test_training_goes_on(folder: Path, name: str, size: int) -> None:
     """A model that is loaded again in a job of the same size has the losses of the one that went on, to the bit."""
-    for rank in told(folder, size):
+    for rank in told(folder, "saved", size):
         assert rank["resumed"][name] == rank["losses"][name]
 
 
 def test_bits_are_those_of_the_truth(folder: Path) -> None:
     """What is loaded in another layout by another number of ranks is what was there when `save` returned."""
-    for rank in told(folder, LOADING):
+    for rank in told(folder, "loaded", LOADING):
         assert {name: wrong for name, wrong in rank.items() if wrong} == {}
         assert len(rank) == len(SAVING) * (4 * len(save_jobs.LAYOUTS) + len(save_jobs.MODELS) + 2)
 
@@ -63,7 +63,7 @@ def test_verified(folder: Path, layout: str, size: int) -> None:
 @pytest.mark.parametrize("size", SAVING)
 def test_collectives(folder: Path, size: int) -> None:
     """Only the first save of a job makes collectives, also where the structure changes later."""
-    for rank in told(folder, size):
+    for rank in told(folder, "saved", size):
         first, *later = rank["collectives"]
         assert first <= 5
         assert later == [0] * len(later)
@@ -73,7 +73,7 @@ def test_collectives(folder: Path, size: int) -> None:
 @pytest.mark.parametrize("layout", ["replicas", "plain", "hsdp"])
 def test_replicas_are_written_once_in_equal_shares(folder: Path, layout: str, size: int) -> None:
     """Together the ranks write each byte once, about as much each as the largest tensor allows."""
-    written = [rank["written"][layout] for rank in told(folder, size)]
+    written = [rank["written"][layout] for rank in told(folder, "saved", size)]
     tensors = save_jobs.truth().values()
     assert sum(written) == sum(tensor.nbytes for tensor in tensors)
     assert max(written) <= sum(written) / size + max(tensor.nbytes for tensor in tensors)

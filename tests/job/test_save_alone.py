@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -18,6 +19,7 @@ import ckpt_tool
 from ckpt_tool.api.job.saver import Saver
 from ckpt_tool.engine.save.log import OperationLog
 from ckpt_tool.errors import LayoutError, TargetExists, UnsafePickle, Unsupported, UsageError
+from tests.frameworks.wrappers import Held, Sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -181,8 +183,6 @@ def test_what_a_format_cannot_hold(saver: Saver, tmp_path: Path) -> None:
     """Refused in the call, with the entry."""
     with pytest.raises(UsageError, match="two entries of the state would have one place"):
         save(saver, {"step": 1, "extra_state": {"step": 2}}, tmp_path / "a", format="bytecheckpoint")
-    with pytest.raises(Unsupported, match="no place for extra state of ranks"):
-        save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="megatron", extra_state={"x": 1})
     with pytest.raises(LayoutError, match="one of Megatron's ShardedTensors"):
         save(saver, {"w": torch.ones(2)}, tmp_path / "a", format="megatron").wait()
 
@@ -211,6 +211,26 @@ def test_extra_state_in_another_world(
     """With as many ranks each gets its own; otherwise what the save said."""
     save(saver, {"w": torch.ones(2)}, tmp_path / "s", extra_state={"n": 3}, on_resize=policy).wait()
     assert ckpt_tool.load_extra_state(tmp_path / "s", rank, size) == expected
+
+
+def test_extra_state_beside_megatrons_state(saver: Saver, tmp_path: Path) -> None:
+    """Each object is a ShardedObject in one dimension, ranks, whatever it is called."""
+    whole = torch.randn(4, 6)
+    state = {"w": Sharded("decoder.w", whole, (4, 6), (0, 0)), "iteration": 3, "path": Path("/a")}
+    states = [{"torch": torch.get_rng_state(), "numpy": np.random.default_rng(7).bit_generator.state["state"]}]
+    states[0]["array"] = np.arange(5, dtype=np.uint32)
+    extra = {"rng": states, "a/b%2F": [1], "world": {"x": None}}
+    save(saver, state, tmp_path / "s", format="megatron", extra_state=extra).wait()
+    assert str(ckpt_tool.load_extra_state(tmp_path / "s", 0, 1)) == str(extra)
+    assert ckpt_tool.load_extra_state(tmp_path / "s", 1, 2) == {}
+    asked: dict[str, Any] = {
+        "w": Sharded("decoder.w", torch.zeros(4, 6), (4, 6), (0, 0)), "iteration": 0, "path": None,
+        "rng": Held("extra_state.rng", None, (1,), (0,)), "name": Held("extra_state.a%2Fb%252F", None, (1,), (0,)),
+    }  # fmt: skip
+    report = ckpt_tool.load(asked, tmp_path / "s")
+    assert (asked["iteration"], asked["name"], report.missing) == (3, [1], ("path",))
+    assert torch.equal(asked["w"], whole)
+    assert str(asked["rng"]) == str(states)
 
 
 def test_extra_state_of_any_class(saver: Saver, tmp_path: Path) -> None:

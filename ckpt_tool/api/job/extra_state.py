@@ -52,7 +52,7 @@ def load_extra_state(
         rank: of the rank that asks.
         world_size: how many there are now.
         trusted: let ``torch.load`` make objects of any class, which runs code that the checkpoint names. Otherwise
-            plain values and tensors come back, and anything else is refused.
+            plain values, tensors and numpy's arrays come back, and anything else is refused.
 
     Raises:
         FormatError: objects are there, but no record of how many ranks saved them.
@@ -81,7 +81,10 @@ def load_extra_state(
         own = [blobs[row] for row in rows if source is not None and str(blobs[row].path[-1]).endswith(mark)]
         data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
         names = [str(blob.path[-1]).removesuffix(mark) for blob in own]
-        return {name: object_of(each, trusted=trusted, where=name) for name, each in zip(names, data, strict=True)}
+        return {
+            name: object_of(each, blob.within, trusted=trusted, where=name)
+            for name, blob, each in zip(names, own, data, strict=True)
+        }
 
 
 def _records(blobs: Iterable[Blob]) -> dict[int | None, dict[str, Any]]:

@@ -184,12 +184,12 @@ class _Loading:
                     keep_known(self._group.process_group, key, known)
             begun = time.perf_counter()
             moved = self._move(known, live, hosts)
+            n_values, missing = self._set_values(known, live) if heard[:, :2].any() else (0, [])
         finally:
             shared.close()
             if self._store is not None:
                 self._store.close()
         target = known.target
-        n_values, missing = self._set_values(known.blobs, live) if heard[:, :2].any() else (0, [])
         missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
         return LoadReport(
             exchange=known.choice.exchange, why=known.choice.why, n_tensors=sum(row >= 0 for row in target.match.rows),
@@ -291,12 +291,18 @@ class _Loading:
             raise misfit(self._url, list(problems), manifest)
         return tuple(problem.fqn for problem in unexpected)
 
-    def _set_values(self, blobs: Sequence[Blob], live: LiveState) -> tuple[int, list[str]]:
+    def _set_values(self, known: Known, live: LiveState) -> tuple[int, list[str]]:
         """Set what is no tensor; returns how many were set, and the names of those not found."""
+        from ckpt_tool.engine.save.objects import object_of
+
         missing: list[str] = []
 
+        def read(blob: Blob) -> Any:
+            (data,) = self._store_of(known.files).fetch([blob.where] if blob.where is not None else [])
+            return object_of(data, blob.within, trusted=False, where=blob.fqn)
+
         def set_all() -> None:
-            saved = SavedValues(blobs, self._group.rank)
+            saved = SavedValues(known.blobs, self._group.rank, read)
             for slot in live.slots:
                 found, value = saved.find(slot.path)
                 if found:

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 from ckpt_tool.api.convert.names import module_names
 from ckpt_tool.dtypes import DType
-from ckpt_tool.errors import LayoutError
+from ckpt_tool.errors import LayoutError, UnsafePickle
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
+from ckpt_tool.manifest.plain import is_plain
 from ckpt_tool.records import dataclass
 
 __all__ = [
@@ -197,12 +198,16 @@ def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
 class SavedValues:
     """The objects of a checkpoint that are no tensors, by name."""
 
-    def __init__(self, blobs: Sequence[Blob], rank: int) -> None:
+    def __init__(self, blobs: Sequence[Blob], rank: int, read: Callable[[Blob], Any]) -> None:
+        """Of a checkpoint's objects, for one rank; ``read`` makes one that is more than plain values, of its bytes."""
+        self._read = read
         self._by_name: dict[str, Blob] = {}
         self._by_neutral: dict[str, Blob] = {}
+        self._by_fqn: dict[str, Blob] = {}
         for blob in blobs:
-            if not blob.is_loaded:
+            if not blob.is_loaded and blob.where is None:
                 continue
+            self._by_fqn[blob.fqn] = blob
             path = blob.path or (blob.fqn,)
             for name, known in ((_dotted(path), self._by_name), (_dotted(_neutral(path)[0]), self._by_neutral)):
                 if name not in known or blob.rank == rank:
@@ -221,14 +226,29 @@ class SavedValues:
 
         Of objects that every rank saved for itself this rank's is taken, and where there is none the first.
         """
-        for known, named in ((self._by_name, path), (self._by_neutral, _neutral(path)[0])):
+        for known, named in (
+            (self._by_name, path), (self._by_fqn, path), (self._by_neutral, _neutral(path)[0])
+        ):  # fmt: skip
             keys = [str(key) for key in named]
             for depth in range(len(keys), 0, -1):
                 blob = known.get(".".join(keys[:depth]))
                 if blob is not None:
-                    return _inside(blob.value, keys[depth:])
+                    return self._inside(blob, keys[depth:])
         blob = self._by_module.get(_dotted(path))
-        return (False, None) if blob is None else (True, blob.value)
+        return (False, None) if blob is None else self._inside(blob, ())
+
+    def _inside(self, blob: Blob, keys: Sequence[str]) -> tuple[bool, Any]:
+        """What is at ``keys`` in an object; nothing where it is of classes that are not made here."""
+        if blob.is_loaded:
+            is_found, value = _inside(blob.value, keys)
+            if not is_found or is_plain(value):
+                return is_found, value
+        if blob.where is None or blob.kind != "torch_save":
+            return False, None
+        try:
+            return _inside(self._read(blob), keys)
+        except UnsafePickle:
+            return False, None
 
 
 def _dotted(path: KeyPath) -> str:

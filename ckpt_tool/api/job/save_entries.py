@@ -64,7 +64,7 @@ class Entries:
         return Staged(self.structure, [views[row] for row in self.staged], objects)
 
 
-def entries_of(writer: JointWriter, held: Held, extra: Sequence[KeyPath], rank: int) -> Entries:
+def entries_of(writer: JointWriter, held: Held, extra: Sequence[KeyPath], rank: int, world_size: int) -> Entries:
     """How a format keeps what a rank holds, and the objects ``extra`` of its own behind that.
 
     Raises:
@@ -79,7 +79,9 @@ def entries_of(writer: JointWriter, held: Held, extra: Sequence[KeyPath], rank: 
     n_views = 0
     views = [part.view for tensor in held.tensors for part in tensor.parts]
     for tensor in held.tensors:
-        place = writer.holder(Entry(tensor.path, tensor.keys, is_tensor=True, is_named=tensor.is_named), rank)
+        place = writer.holder(
+            Entry(tensor.path, tensor.keys, is_tensor=True, is_named=tensor.is_named), rank, world_size
+        )
         if place is not None:
             _check_whole(tensor)
             made.setdefault(place[0], []).append((place[1], n_views))
@@ -91,7 +93,7 @@ def entries_of(writer: JointWriter, held: Held, extra: Sequence[KeyPath], rank: 
     values = [Entry(each.path, each.keys, is_tensor=False, is_named=each.is_named) for each in held.values]
     values += [Entry(path, path, is_tensor=False, is_named=False) for path in extra]
     for number, entry in enumerate(values):
-        path, keys = writer.holder(entry, rank) or (entry.path, ())
+        path, keys = writer.holder(entry, rank, world_size) or (entry.path, ())
         made.setdefault(path, []).append((keys, n_views + number))
     structure = structure_of(tensors, boxes, [views[row] for row in staged], list(made))
     objects = tuple(_Object(path, tuple(parts)) for path, parts in made.items())

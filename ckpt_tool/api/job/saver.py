@@ -49,6 +49,7 @@ class Saver:
         self.process_group = process_group
         self.log = OperationLog()
         self.rank = 0
+        self.world_size = 1
         self._place: Place | None = None
         self._listener: socket.socket | None = None
         self._client: WriterClient | None = None
@@ -158,7 +159,7 @@ class Saver:
             from ckpt_tool.engine.save.joining import join
 
             self._place, self._listener = join(Group(self.process_group, timeout_s=timeout_s))
-            self.rank = self._place.rank
+            self.rank, self.world_size = self._place.rank, self._place.size
         if self._client is None or not self._client.is_alive:
             self._client = WriterClient(self._place, self._listener)
             for number, arena in enumerate(self._arenas):
@@ -180,16 +181,16 @@ class Saver:
             views, values = known
             return self._entries[2].of(views, [*values, *extra_values])
         held = self._states.held(state)
-        entries = entries_of(joint_writer(format), held, extra_paths, self.rank)
+        entries = entries_of(joint_writer(format), held, extra_paths, self.rank, self.world_size)
         self._entries = (format, extra_paths, entries)
         views = [part.view for tensor in held.tensors for part in tensor.parts]
         return entries.of(views, [*(each.value for each in held.values), *extra_values])
 
     def _extra(self, extra_state: Mapping[str, Any] | None, on_resize: OnResize) -> Iterator[tuple[KeyPath, Any]]:
         """Objects of this rank alone, under names of its own."""
-        if extra_state is None or self._place is None:
+        if extra_state is None:
             return
-        yield world_record(self._place.size, on_resize, extra_state)
+        yield world_record(self.world_size, on_resize, extra_state)
         for name, value in extra_state.items():
             if on_resize != "rank0":
                 yield extra_path(name, self.rank), value

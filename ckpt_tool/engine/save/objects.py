@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt_tool.errors import UnsafePickle
+from ckpt_tool.manifest.model import KeyPath
 
 __all__ = ["ObjectBytes", "object_of"]
 
 _ATOMS = (int, float, str, bool, type(None))
 _MAX_KEPT = 10_000
+_ALLOWED: Callable[[list[Any]], AbstractContextManager[Any]] = getattr(torch.serialization, "safe_globals", nullcontext)
+"""torch 2.4 has none: numpy's arrays are refused there."""
 
 
 class ObjectBytes:
@@ -36,11 +43,12 @@ class ObjectBytes:
         return data
 
 
-def object_of(data: bytes, *, trusted: bool, where: str) -> Any:
+def object_of(data: bytes, within: KeyPath = (), *, trusted: bool, where: str) -> Any:
     """The object in a torch.save zip.
 
     Args:
         data: the zip.
+        within: keys that lead to it from what the zip holds.
         trusted: make objects of any class, which runs code that the pickle names.
         where: what it is called, for errors.
 
@@ -48,7 +56,19 @@ def object_of(data: bytes, *, trusted: bool, where: str) -> Any:
         UnsafePickle: a class that torch does not allow without ``trusted``.
     """
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+        with _ALLOWED(_numpy_globals()):
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         text = f"holds objects that torch.load makes only where it is told to trust them: {str(error).splitlines()[0]}"
         raise UnsafePickle(text, where=where, hint="pass trusted=True if you wrote the checkpoint") from error
+    for key in within:
+        found = found[key]
+    return found
+
+
+@cache
+def _numpy_globals() -> list[Any]:
+    """What pickles of numpy's arrays and numbers name, random states among them: none of it runs code of a pickle."""
+    makers = [value.__reduce__()[0] for value in (np.zeros(1), np.float64(1))]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
+    return [np.ndarray, np.dtype, *makers, *kinds]

@@ -103,8 +103,9 @@ class ByteCheckpointWriter(PlainEntries):
         has_payload = any(storage.rows for file in extra for storage in file.storages)
         return LayOut(manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if extra else None)
 
-    def holder(self, entry: Entry, rank: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+    def holder(self, entry: Entry, rank: int, world_size: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
         """Parameter groups are one object, and so is all that is neither the model's nor the optimizer's."""
+        del world_size
         return holder_of(entry, rank)
 
     def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:

@@ -32,6 +32,9 @@ from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 
 __all__ = ["READER", "MegatronDistReader"]
 
+_LIST = (0,)
+"""Where an object is in the list that mcore wraps around it."""
+
 
 class MegatronDistReader:
     """``torch_dist``; the run's folder with its tracker, or one iteration's."""
@@ -109,9 +112,7 @@ class MegatronDistReader:
         before = manifest.blobs
         loaded = objects.load_blobs(source, manifest, rows)
         return tuple(
-            replace(new, value=new.value[0])
-            if new.is_loaded and not old.is_loaded and isinstance(new.value, list) and len(new.value) == 1
-            else new
+            _taken_out(new) if new.is_loaded and not old.is_loaded else new
             for old, new in zip(before, loaded, strict=True)
         )
 
@@ -173,7 +174,13 @@ def _renamed(blob: Blob, prefix: str, folder: str) -> Blob:
     where = blob.where
     if where is not None and folder:
         where = FileRange(f"{folder}/{where.path}", where.offset, where.length)
-    return replace(blob, fqn=fqn, path=path, where=where)
+    return replace(blob, fqn=fqn, path=path, where=where, within=_LIST)
+
+
+def _taken_out(blob: Blob) -> Blob:
+    """An object out of its list, where it is in one."""
+    is_listed = isinstance(blob.value, list) and len(blob.value) == 1
+    return replace(blob, value=blob.value[0]) if is_listed else replace(blob, within=())
 
 
 def _info(

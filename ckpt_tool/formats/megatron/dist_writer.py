@@ -154,10 +154,10 @@ class MegatronDistWriter(PlainEntries):
             seal=layout.seal,
         )
 
-    def holder(self, entry: Entry, rank: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
-        """What Megatron's wrappers name stands by itself; the rest is the common state."""
+    def holder(self, entry: Entry, rank: int, world_size: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+        """What Megatron's wrappers name stands by itself, and so do ranks' extra objects; the rest is common state."""
         del rank
-        return holder_of(entry)
+        return holder_of(entry, world_size)
 
     def as_object(self, value: Any) -> Any:
         """Objects lie in lists of one."""

@@ -6,6 +6,7 @@ Knows the shapes of keys, not the tensors behind them.
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
@@ -15,6 +16,7 @@ __all__ = [
     "BucketKey",
     "bucket_key",
     "common_prefix",
+    "extra_key",
     "named",
     "state_name",
     "weight_name",
@@ -32,6 +34,9 @@ _CHAIN = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 """In front of the state of one of several optimizers, dense and experts', until 0.13; the weight tells whose it is."""
 _CHAINED_INSIDE = re.compile(r"optimizer\.(?P<chained>chained_\d+)\.")
 _WRAPPERS = ("module.", "model.")
+_EXTRA, _WORLD = "extra_state", "world"
+_OF_RANK = re.compile(r"(?P<name>.*)@rank(?P<rank>\d{1,9})", re.DOTALL)
+_EXTRA_KEY = re.compile(r"extra_state(?:\.(?P<name>[^/]*))?/shard_(?P<rank>\d{1,9})_\d{1,9}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,25 @@ def state_name(slot: str, key: str) -> tuple[str, KeyPath]:
     return f"{_STATE}{slot}.{key}", ("optimizer", "state", slot, key)
 
 
+def extra_key(path: KeyPath, world_size: int) -> str | None:
+    """The key of an object that a rank saves for itself, or of the record of all of them; None for anything else.
+
+    The keys are those of Megatron's ShardedObjects in one dimension, ranks, so that its own loader takes them as such.
+
+    >>> extra_key(("extra_state", "rng@rank3"), 4)
+    'extra_state.rng/shard_3_4'
+    """
+    if len(path) != 2 or path[0] != _EXTRA:
+        return None
+    if path[1] == _WORLD:
+        return f"{_EXTRA}/shard_0_1"
+    match = _OF_RANK.fullmatch(str(path[1]))
+    if match is None:
+        return None
+    name = match["name"].replace("%", "%25").replace("/", "%2F")  # Megatron takes one stroke in a key
+    return f"{_EXTRA}.{name}/shard_{match['rank']}_{world_size}"
+
+
 def named(key: str, prefix: str = "") -> tuple[str, KeyPath]:
     """Name and path of a key of a distributed checkpoint, whose weights have ``prefix`` in front.
 
@@ -92,6 +116,8 @@ def named(key: str, prefix: str = "") -> tuple[str, KeyPath]:
     'optimizer.state.exp_avg.output_layer.weight'
     >>> named("module.output_layer.weight", "module.")
     ('model.output_layer.weight', ('model', 'output_layer.weight'))
+    >>> named("extra_state.rng/shard_3_4")
+    ('extra_state.rng/shard_3_4', ('extra_state', 'rng@rank3'))
     """
     key = _CHAIN.sub("", key)
     if key.startswith(_STATE) and key.count(".") > 2:
@@ -99,6 +125,10 @@ def named(key: str, prefix: str = "") -> tuple[str, KeyPath]:
         return state_name(slot, parameter.removeprefix(prefix))
     if key.startswith(_OTHER):
         return key, (key,)
+    extra = _EXTRA_KEY.fullmatch(key)
+    if extra is not None:
+        name = extra["name"]
+        return key, (_EXTRA, _WORLD if name is None else f"{unquote(name)}@rank{extra['rank']}")
     return weight_name(key.removeprefix(prefix))
 
 

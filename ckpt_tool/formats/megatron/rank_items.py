@@ -1,7 +1,7 @@
 """An iteration that ranks write together from live sharded state dicts, whose wrappers name everything.
 
-Each sharded tensor and object is an item of the rank that has it. All that is not wrapped is the common state, one
-object of the lowest rank, as ``dist_checkpointing.save`` of mcore 0.19 makes it.
+Each sharded tensor and object is an item of the rank that has it, and so is each extra object of a rank. All that is
+not wrapped is the common state, one object of the lowest rank, as ``dist_checkpointing.save`` of mcore 0.19 makes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenItem
 from ckpt_tool.formats._dcp.placed_items import GrowingFiles, place_boxes, written_tensors
@@ -20,7 +20,7 @@ from ckpt_tool.formats.base import BoxTable, Segment
 from ckpt_tool.formats.joint import Entry, Joined, PlacedObject, RankLayOut
 from ckpt_tool.formats.megatron.common_state import COMMON_OBJECT
 from ckpt_tool.formats.megatron.config import CONFIG_NAME
-from ckpt_tool.formats.megatron.keys import bucket_key, common_prefix, named
+from ckpt_tool.formats.megatron.keys import bucket_key, common_prefix, extra_key, named
 from ckpt_tool.formats.megatron.target_metadata import metadata_pickle
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import TensorTable
@@ -32,21 +32,12 @@ _COMMON_FILE = "__0_1.distcp"
 """Of a common state that no rank has anything for."""
 
 
-def holder_of(entry: Entry) -> tuple[KeyPath, tuple[Any, ...]] | None:
-    """See `PlainEntries.holder`.
-
-    Raises:
-        Unsupported: an object of one rank that no wrapper names.
-    """
+def holder_of(entry: Entry, world_size: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
+    """See `PlainEntries.holder`."""
     if entry.is_named:
         return None
-    if entry.path[0] == "extra_state" and len(entry.path) == 2:
-        raise Unsupported(
-            "Megatron has no place for extra state of ranks",
-            where=".".join(map(str, entry.path)),
-            hint="put it into the state as a ShardedObject, as Megatron does with rng_state",
-        )
-    return (COMMON_OBJECT,), entry.keys
+    key = extra_key(entry.path, world_size)
+    return ((COMMON_OBJECT,), entry.keys) if key is None else ((key,), ())
 
 
 def items_of(tensors: TensorTable, boxes: BoxTable, rank: int) -> RankLayOut:
