@@ -40,8 +40,6 @@ class Runs:
 
     def of(self, write: int) -> range:
         """Rows of one piece."""
-        if not len(self.write):
-            return range(0)
         low, high = np.searchsorted(self.write, [write, write + 1]).tolist()
         return range(low, high)
 
@@ -62,6 +60,10 @@ class Clones:
         nbytes = np.zeros(len(self._plan.target.files), dtype=np.int64)
         np.add.at(nbytes, self._plan.writes.file[runs.write], runs.length)
         return nbytes
+
+    def shares_any(self) -> bool:
+        """Whether any piece has something in common with the source."""
+        return len(self._tried().write) > 0
 
     def share(self, write: int) -> list[tuple[int, int]]:
         """Share what a piece has in common with the source; first and last byte of what is left to be written.

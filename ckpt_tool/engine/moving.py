@@ -17,6 +17,9 @@ from ckpt_tool.engine.worker import Worker
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.forks import can_fork
+from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local_target import LocalTarget
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
 
@@ -59,8 +62,11 @@ def move_units(
     unflushed: list[UnitRecord] = []
     unflushed_nbytes = 0
     nbytes_of = unit_nbytes(plan)
-    for event in run_units(units, make_worker, n_workers=n_workers):
+    in_processes = isinstance(job.store, LocalStore) and isinstance(target, LocalTarget) and can_fork()
+    for event in run_units(units, make_worker, n_workers=n_workers, in_processes=in_processes):
         if isinstance(event, UnitRecord):
+            if in_processes and isinstance(target, LocalTarget):
+                target.note_written(*_paths(plan, event.unit))
             unflushed.append(event)
             unflushed_nbytes += int(nbytes_of[event.unit])
             if journal is not None and options.durable and unflushed_nbytes >= _JOURNAL_BYTES:
@@ -71,6 +77,12 @@ def move_units(
     if journals_all and journal is not None:
         target.flush()
         journal.append(unflushed)
+
+
+def _paths(plan: Plan, unit: int) -> set[str]:
+    """Target files that a unit writes to."""
+    low, high = plan.writes.starts[plan.tiles.unit_bounds[unit : unit + 2]].tolist()
+    return {plan.target.files.paths[row] for row in set(plan.writes.file[low:high].tolist())}
 
 
 def unit_nbytes(plan: Plan) -> npt.NDArray[np.int64]:

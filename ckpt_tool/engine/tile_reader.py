@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.engine.elements import apply_flags, bit_dtype
+from ckpt_tool.engine.piece_rows import PieceRows
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -70,6 +71,7 @@ class TileReader:
         self.scratch = Buffer()
         """Holds one piece while a tile is read, and nothing between two calls."""
         self._span = Buffer()
+        self._rows = PieceRows(reads, self._are_plain)
         self.read_nbytes = 0
         """Bytes read so far, gaps between strided pieces included."""
 
@@ -79,14 +81,31 @@ class TileReader:
         A view of ``into`` (uint8 of the tile's size) where that is given, else of a buffer that the next call
         overwrites.
         """
+        return self.elements(tile, self.read_bytes(tile, into))
+
+    def read_bytes(self, tile: int, into: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """The same as uint8[nbytes of the tile]."""
         buffer = self._tile.take(int(self._tiles.nbytes[tile])) if into is None else into
+        view, paths = buffer.data, self._source.files.paths
+        for row, is_plain, file, file_offset, start, length in self._rows.of(tile):
+            if is_plain:
+                self._fetch(paths[file], file_offset, view[start : start + length])
+            elif length:
+                self._read_piece(row, self.elements(tile, buffer))
+        return buffer
+
+    def elements(self, tile: int, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """A view of a tile's bytes as `read` gives them."""
         dtype = self._source.tensors.dtypes[int(self._tiles.tensor[tile])]
         elements = buffer.view(bit_dtype(dtype))
-        if dtype.bits % 8 == 0:
-            elements = elements.reshape(self._tiles.sizes[tile])
-        for row in range(int(self._reads.starts[tile]), int(self._reads.starts[tile + 1])):
-            self._read_piece(row, buffer, elements)
-        return elements
+        return elements.reshape(self._tiles.sizes[tile]) if dtype.bits % 8 == 0 else elements
+
+    def _are_plain(self, rows: slice) -> npt.NDArray[np.bool_]:
+        """bool[n]: pieces that are one run in the file and in the tile, with bits as they are stored."""
+        reads = self._reads
+        flags = self._source.chunks.flags[reads.chunk[rows]]
+        are_plain: npt.NDArray[np.bool_] = reads.is_contiguous[rows] & reads.is_packed_in_tile[rows] & (flags == 0)
+        return are_plain & (reads.length[rows] > 0)
 
     @contextmanager
     def ahead(self, tiles: Iterable[int]) -> Iterator[None]:
@@ -115,18 +134,12 @@ class TileReader:
             if length and (reads.is_contiguous[row] or self._is_one_read(row, self._strided(row)[1])):
                 yield FileRange(self._source.files.paths[reads.file[row]], int(reads.file_offset[row]), length)
 
-    def _read_piece(self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any]) -> None:
-        """Put one source piece into the tile."""
+    def _read_piece(self, row: int, elements: npt.NDArray[Any]) -> None:
+        """Put one source piece that is not plain into the tile."""
         reads = self._reads
         flags = int(self._source.chunks.flags[reads.chunk[row]])
         path = self._source.files.paths[reads.file[row]]
         length = int(reads.length[row])
-        if not length:
-            return
-        if reads.is_contiguous[row] and reads.is_packed_in_tile[row] and not flags:
-            start = int(reads.tile_offset[row])
-            self._fetch(path, int(reads.file_offset[row]), buffer[start : start + length].data)
-            return
         packed: npt.NDArray[Any]
         if reads.is_contiguous[row]:
             piece = self.scratch.take(length)

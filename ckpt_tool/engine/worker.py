@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.elements import count_changes
 from ckpt_tool.engine.journal import UnitRecord
+from ckpt_tool.engine.piece_rows import PieceRows
 from ckpt_tool.engine.tile_digests import TileDigests, UnitDigests
 from ckpt_tool.engine.tile_reader import Buffer, TileReader, piece_slices
 from ckpt_tool.plan.model import Plan
@@ -67,6 +68,10 @@ class Worker:
         )
         self._scratch = self._reader.scratch  # idle once a tile is read
         self._cast = Buffer()
+        is_cast = np.zeros(len(plan.target.tensors), dtype=bool)
+        is_cast[[plan.target.tensors.index[cast.fqn] for cast in plan.casts]] = True
+        self._is_cast = is_cast
+        self._rows = PieceRows(plan.writes, self._are_plain)
 
     def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which these units are executed in this order, without a pause in reading between them."""
@@ -89,23 +94,30 @@ class Worker:
         return UnitRecord(unit, tuple(crcs), tuple(casts.items()), sums)
 
     def _run_tile(self, tile: int, crcs: list[tuple[int, int]], casts: dict[str, CastEffect]) -> int:
-        writes = self._plan.writes
-        elements = self._reader.read(tile)
-        buffer = elements.reshape(-1).view(np.uint8)
+        target = self._plan.target.files.paths
+        clones = self._clones if self._clones is not None and self._clones.shares_any() else None
+        buffer = self._reader.read_bytes(tile)
+        view = buffer.data
         written = 0
         takes_pieces = self._sum_tile(tile, buffer)
-        for row in range(int(writes.starts[tile]), int(writes.starts[tile + 1])):
-            data = self._packed_piece(row, buffer, elements, casts)
-            path, offset = self._plan.target.files.paths[writes.file[row]], int(writes.file_offset[row])
-            for start, end in ((0, data.nbytes),) if self._clones is None else self._clones.share(row):
+        for row, is_plain, file, offset, begin, length in self._rows.of(tile):
+            data = view[begin : begin + length] if is_plain else self._packed_piece(row, tile, buffer, casts)
+            for start, end in ((0, length),) if clones is None else clones.share(row):
                 if start < end:
-                    self._sink.write(path, offset + start, data[start:end])
+                    self._sink.write(target[file], offset + start, data[start:end])
             if self._with_crc32:
                 crcs.append((row, crc32(data)))
                 if takes_pieces and self._unit is not None:
-                    self._unit.add_piece(row, tile, data.nbytes, crcs[-1][1])
-            written += data.nbytes
+                    self._unit.add_piece(row, tile, length, crcs[-1][1])
+            written += length
         return written
+
+    def _are_plain(self, rows: slice) -> npt.NDArray[np.bool_]:
+        """bool[n]: pieces that are one run of their tile, in the type that the target has."""
+        writes = self._plan.writes
+        tensor = self._plan.target.chunks.tensor[writes.chunk[rows]]
+        are_plain: npt.NDArray[np.bool_] = writes.is_packed_in_tile[rows] & ~self._is_cast[tensor]
+        return are_plain
 
     def _sum_tile(self, tile: int, buffer: npt.NDArray[np.uint8]) -> bool:
         """Add a tile to the digests, unless the CRCs of its pieces are all that they need; whether they are."""
@@ -117,24 +129,20 @@ class Worker:
         return False
 
     def _packed_piece(
-        self, row: int, buffer: npt.NDArray[np.uint8], elements: npt.NDArray[Any], casts: dict[str, CastEffect]
+        self, row: int, tile: int, buffer: npt.NDArray[np.uint8], casts: dict[str, CastEffect]
     ) -> memoryview:
-        """The bytes of one target piece, packed; valid until the next call."""
+        """The bytes of one target piece that is not plain, packed; valid until the next call."""
         plan, writes = self._plan, self._plan.writes
-        chunk = int(writes.chunk[row])
-        target = int(plan.target.chunks.tensor[chunk])
-        before = plan.source.tensors.dtypes[int(plan.tiles.tensor[writes.tile[row]])]
+        target = int(plan.target.chunks.tensor[writes.chunk[row]])
+        before = plan.source.tensors.dtypes[int(plan.tiles.tensor[tile])]
         after = plan.target.tensors.dtypes[target]
         length = int(writes.length[row])
+        values = self._reader.elements(tile, buffer)[piece_slices(plan.tiles, writes, row)]
         if before == after:
-            if writes.is_packed_in_tile[row]:
-                start = int(writes.tile_offset[row])
-                return buffer[start : start + length].data
             packed = self._scratch.take(length)
-            piece = packed.view(elements.dtype).reshape(writes.sizes[row])
-            piece[...] = elements[piece_slices(plan.tiles, writes, row)]
+            packed.view(values.dtype).reshape(writes.sizes[row])[...] = values
             return packed.data
-        values = elements[piece_slices(plan.tiles, writes, row)].view(before.as_numpy())
+        values = values.view(before.as_numpy())
         packed = self._cast.take(length)
         result = packed.view(after.as_numpy()).reshape(writes.sizes[row])
         with np.errstate(over="ignore", invalid="ignore"):
@@ -143,5 +151,5 @@ class Worker:
         fqn = plan.target.tensors.fqns[target]
         casts[fqn] = casts.get(fqn, CastEffect()).merged(effect)
         if self._unit is not None:
-            self._unit.add_cast(row, int(writes.tile[row]), packed, after)
+            self._unit.add_cast(row, tile, packed, after)
         return packed.data

@@ -6,14 +6,16 @@ import ctypes
 import errno
 import functools
 import os
+import signal
 import sys
 from typing import Any
 
-__all__ = ["exchange", "fallocate", "start_writeback"]
+__all__ = ["die_with_parent", "exchange", "fallocate", "start_writeback"]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
+_PR_SET_PDEATHSIG = 1
 _NOT_HERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENODEV})
 
 
@@ -69,3 +71,12 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     function = _function("sync_file_range")
     if function is not None:
         function(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the system kill this process when the thread that made it ends; at once where that has happened."""
+    function = _function("prctl")
+    if function is not None:
+        function(ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

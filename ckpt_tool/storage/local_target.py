@@ -173,7 +173,7 @@ class LocalTarget:
                 is_shared = clone_range(source_fd, handle.file.fileno(), source_offset, offset, nbytes)
         except OSError as error:
             raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
-        self._note_dirty(path)
+        self.note_written(path)
         return is_shared
 
     def write(self, path: str, offset: int, buffer: bytes | bytearray | memoryview) -> None:
@@ -190,7 +190,7 @@ class LocalTarget:
                 handle.write_at(offset, view)
         except OSError as error:
             raise self._failure(error, f"{path!r} cannot be written", needed=len(view)) from error
-        self._note_dirty(path)
+        self.note_written(path)
 
     def writev(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
         """Write ``buffers`` one after another from ``offset``; one system call for each 1,024."""
@@ -202,7 +202,12 @@ class LocalTarget:
                 handle.writev_at(offset, views)
         except OSError as error:
             raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
-        self._note_dirty(path)
+        self.note_written(path)
+
+    def note_written(self, *paths: str) -> None:
+        """Take into the next flush what was written, by another process too."""
+        with self._lock:
+            self._dirty.update(paths)
 
     def flush(self) -> None:
         """Wait until all bytes written by calls that have returned are on the device."""
@@ -265,11 +270,6 @@ class LocalTarget:
             end = offset + nbytes
             message = f"a write from {offset:,} to {end:,} does not fit the {size:,} bytes of the file"
             raise StorageError(message, where=self._full(path))
-
-    def _note_dirty(self, path: str) -> None:
-        if path not in self._dirty:
-            with self._lock:
-                self._dirty.add(path)
 
     def _sync(self, path: str) -> None:
         sync = getattr(os, "fdatasync", os.fsync)

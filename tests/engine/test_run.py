@@ -218,10 +218,12 @@ from ckpt_tool.engine import run as engine_run, worker as engine_worker
 from ckpt_tool.engine.base import EngineOptions, Progress
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
+from ckpt_tool.storage.forks import can_fork
+from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.target import LocalTarget, open_target
 from tests.synthetic import layout_of, limits, make_source, make_target
-folder, kill_at, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+folder, kill_at, resume, n_workers = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume", int(sys.argv[4])
 array = np.arange(4000, dtype=np.float32).reshape(100, 40)
 source = make_source({"w": array}, {"w": [Box((0, 0), (50, 40)), Box((50, 0), (50, 40))]})
 target = make_target(source.manifest, {"w": [Box((0, 0), (100, 20)), Box((0, 20), (100, 20))]})
@@ -229,7 +231,14 @@ plan = make_plan(source.manifest, target, limits=limits(tile=320, unit=960))
 moving._JOURNAL_BYTES = 1500
 engine_worker._PROGRESS_BYTES = 1
 out = open_target(folder, overwrite=False, resume=resume, durable=True, single_file=False)
-events = engine_run.run_plan(plan, layout_of(target), MemoryStore(source.files), out, EngineOptions(1 << 20, 1))
+store = MemoryStore(source.files)
+if n_workers > 1:  # the source in files, so that copies of the process share the work
+    (data := Path(folder).with_suffix(".source")).mkdir(exist_ok=True)
+    for name, content in source.files.items():
+        (data / name).write_bytes(content)
+    store = LocalStore(str(data))
+    assert can_fork()
+events = engine_run.run_plan(plan, layout_of(target), store, out, EngineOptions(1 << 20, n_workers))
 for number, event in enumerate(events):
     if number == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -237,14 +246,15 @@ print(event.resumed_nbytes)
 """
 
 
-@pytest.mark.parametrize("kill_at", [0, 1, 9, 23, 40])
-def test_killed_run_resumes_to_the_same_bytes(tmp_path: Path, kill_at: int) -> None:
+@pytest.mark.parametrize(("kill_at", "n_workers"), [(0, 1), (1, 1), (9, 1), (23, 1), (40, 1), (1, 2), (23, 2), (40, 2)])
+def test_killed_run_resumes_to_the_same_bytes(tmp_path: Path, kill_at: int, n_workers: int) -> None:
     """SIGKILL at several points leaves no target; --resume skips what the journal has and ends with the same bytes."""
+    one_thread = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def child(folder: Path, kill: int, mode: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", CHILD, str(folder), str(kill), mode],
-            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            [sys.executable, "-c", CHILD, str(folder), str(kill), mode, str(n_workers)],
+            capture_output=True, text=True, check=False, env={**os.environ, **one_thread},
         )  # fmt: skip
 
     whole = child(tmp_path / "whole", -1, "new")

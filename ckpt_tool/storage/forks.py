@@ -1,0 +1,139 @@
+"""Jobs shared by copies of this process, which do not wait for each other at the interpreter's lock.
+
+Two threads that move bytes meet at that lock thousands of times a second, and whoever sleeps there takes 50 us and more
+to wake up. Copies share what was planned before (their pages are copied only when written to) and send back small
+results. They can stand in for threads only where no other thread runs: a copy inherits the locks that others hold.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.storage.kernel import die_with_parent
+
+__all__ = ["can_fork", "forked"]
+
+Work = Callable[[int, Callable[[Any], None]], Any]
+"""Does the job of a number; may send other results before the one that it returns."""
+
+_JOB = struct.Struct("<q")
+_HEAD = struct.Struct("<?Q")  # whether an error follows; bytes of the pickled result
+
+
+class _InACopy(Exception):
+    """Where an error was raised that is none of the package's: the traceback of another process."""
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process could go on: Linux, and no other thread, of Python or of a library."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return False
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def forked(jobs: Sequence[int], make_work: Callable[[], Work], *, n_processes: int) -> Iterator[Any]:
+    """Results as they come, of jobs that are begun in the given order; each process makes its own ``work``.
+
+    The first error ends all processes and is raised here; so does whoever stops to iterate.
+
+    Raises:
+        StorageError: a process was killed.
+    """
+    parent = os.getpid()
+    # One open file for all: the system moves its offset on, a job at a time.
+    todo = os.memfd_create("ckpt-jobs", os.MFD_CLOEXEC)
+    children: dict[int, int] = {}  # end of a pipe -> process
+    try:
+        os.write(todo, b"".join(map(_JOB.pack, jobs)))
+        os.lseek(todo, 0, os.SEEK_SET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for _ in range(min(n_processes, len(jobs))):
+            reading, writing = os.pipe()
+            child = os.fork()
+            if not child:
+                _work(todo, writing, make_work, parent)
+            os.close(writing)
+            children[reading] = child
+        yield from _results(children)
+    finally:
+        os.close(todo)
+        for reading, child in children.items():
+            os.close(reading)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _results(children: dict[int, int]) -> Iterator[Any]:
+    poll = select.poll()
+    for reading in children:
+        poll.register(reading, select.POLLIN)
+    while children:
+        for reading, _ in poll.poll():
+            head = _read(reading, _HEAD.size)
+            if head:
+                is_error, nbytes = _HEAD.unpack(head)
+                result = pickle.loads(_read(reading, nbytes))  # noqa: S301 - written by a copy of this process
+                if not is_error:
+                    yield result
+                    continue
+                error, where = result
+                raise error from (_InACopy(where) if where else None)
+            poll.unregister(reading)
+            os.close(reading)
+            _, status = os.waitpid(children.pop(reading), 0)
+            if status:
+                code = os.waitstatus_to_exitcode(status)
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                hint = "was it short of memory? --workers 1 takes one process only"
+                raise StorageError(f"a process that moved bytes was {how}", hint=hint)
+
+
+def _read(fd: int, nbytes: int) -> bytes:
+    """So many bytes of a pipe, none where it has ended."""
+    pieces = []
+    while nbytes and (piece := os.read(fd, nbytes)):
+        pieces.append(piece)
+        nbytes -= len(piece)
+    return b"" if nbytes else b"".join(pieces)
+
+
+def _work(todo: int, writing: int, make_work: Callable[[], Work], parent: int) -> NoReturn:
+    """What a copy does, until no job is left. It leaves without a word to its copies of files and handlers."""
+    status = 1
+    try:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends its copies
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        def send(result: Any, *, is_error: bool = False) -> None:
+            data = pickle.dumps(result)
+            _write(writing, _HEAD.pack(is_error, len(data)) + data)
+
+        try:
+            work = make_work()
+            while job := os.read(todo, _JOB.size):
+                send(work(_JOB.unpack(job)[0], send))
+        except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
+            send((error, "" if isinstance(error, CkptError) else traceback.format_exc()), is_error=True)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
