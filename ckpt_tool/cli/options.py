@@ -213,7 +213,8 @@ ToFormat = Annotated[
         "--to",
         metavar="FORMAT",
         help="dcp, deepspeed, megatron-dist, megatron-legacy, rank-files, torch-ranks, bytecheckpoint, "
-        "torch-checkpointing, vescale, orbax; for one rank deepspeed-universal, safetensors, torch-save.",
+        "torch-checkpointing, torchsnapshot, vescale, orbax; for one rank deepspeed-universal, safetensors, "
+        "torch-save.",
     ),
 ]
 ZeroStage = Annotated[

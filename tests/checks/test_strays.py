@@ -28,6 +28,7 @@ MANIFEST = make(
         ("metadata.pkl", 8, []),
         ("w/.zarray", 8, []),
         ("_CHECKPOINT_METADATA", 8, []),
+        (".snapshot_metadata", 8, []),
         ("ocdbt.process_0/manifest.ocdbt", 8, []),
         ("sub/b.distcp", 8, [("stray-file", Severity.WARNING)]),
         ("sub/b.distcp", 0, [("empty-file", Severity.WARNING)]),

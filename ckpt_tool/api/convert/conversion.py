@@ -45,7 +45,7 @@ __all__ = [
     "whole_boxes",
 ]
 
-_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "megatron-dist", "megatron-legacy"})
+_KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "torchsnapshot", "megatron-dist", "megatron-legacy"})
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf")
 
 

@@ -52,6 +52,7 @@ _HOLDS_OBJECTS = frozenset(
         "bytecheckpoint",
         "vescale",
         "torch-checkpointing",
+        "torchsnapshot",
         "orbax",
         "gguf",
     }

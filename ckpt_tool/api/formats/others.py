@@ -44,7 +44,15 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     ),
     "torchsnapshot": (
         "torchsnapshot",
-        _zoo("torchsnapshot 0.1.0", slabs="torchsnapshot_slabs", files="torchsnapshot_files"),
+        (
+            *_zoo("torchsnapshot 0.1.0", slabs="torchsnapshot_slabs", files="torchsnapshot_files"),
+            Proof(
+                "writes for",
+                "torchsnapshot 0.1.0",
+                "Snapshot.restore of modules, optimizers and ShardedTensor on 1 to 4 ranks",
+                "tests/consumers/test_torchsnapshot.py",
+            ),
+        ),
     ),
     "consolidated": (
         "Meta's consolidated.NN.pth with params.json, joined; written in any number of files",

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from ckpt_tool.formats.torch_checkpointing.items import VALUES
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, SERIALIZATIONS, Saved
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["FileSet", "StoredFile", "find_files", "ranks_by_item"]
+__all__ = ["VALUES", "FileSet", "StoredFile", "find_files", "ranks_by_item"]
 
+VALUES = "_values"
+"""Added to the name of an item that has tensors to reshard, for what cannot be: an item's files are placed as one."""
 TORCH, SAFETENSORS, JSON, RAW = SERIALIZATIONS
 _DEFAULT = re.compile(r"([A-Za-z0-9_-]+)_(\d{1,7})\.pt")
 _RANKED = re.compile(r"(.+)_(\d{1,7})")

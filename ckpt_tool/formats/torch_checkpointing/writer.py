@@ -13,14 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.formats._items import item_of, rank_of
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._safetensors.header import build_header
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats.torch_checkpointing.files import VALUES
 from ckpt_tool.formats.torch_checkpointing.grids import Grid, grid_of, group_record
-from ckpt_tool.formats.torch_checkpointing.items import VALUES, item_of, rank_of
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest

@@ -14,13 +14,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.formats.torchsnapshot.tree import CONTAINERS
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["Entry", "Metadata", "Shard", "parse_metadata"]
 
-_CONTAINERS = frozenset({"dict", "list", "OrderedDict"})
 _MAX_NDIM = 64
 
 
@@ -88,7 +88,7 @@ def parse_metadata(text: bytes, where: str) -> Metadata:
         raise FormatError(f"not JSON: {str(error)[:200]}", where=where) from error
     try:
         rows: Mapping[str, Mapping[str, Any]] = document["manifest"]
-        keys = {path: row.get("keys") for path, row in rows.items() if row.get("type") in _CONTAINERS}
+        keys = {path: row.get("keys") for path, row in rows.items() if row.get("type") in CONTAINERS}
         lists = {path for path, row in rows.items() if row.get("type") == "list"}
         entries = []
         for path, row in rows.items():
@@ -129,7 +129,7 @@ def _key_path(path: str, keys: Mapping[str, Any], lists: set[str], where: str) -
 
 def _entry(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> Iterator[Entry]:
     kind = row["type"]
-    if kind in _CONTAINERS:
+    if kind in CONTAINERS:
         if kind != "list" and path and not row["keys"]:  # an empty list cannot be told from one whose entries follow
             yield Entry(rank, path, "value", value={}, is_replicated=False)
     elif kind == "Tensor":
@@ -137,7 +137,8 @@ def _entry(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> Iter
         shard = _shard(row, (0,) * len(shape), shape, where)
         yield Entry(rank, path, kind, str(row["dtype"]), shape, (shard,), bool(row["replicated"]))
     elif kind in ("ShardedTensor", "DTensor", "ChunkedTensor"):
-        yield _sharded(rank, path, row, where)
+        found = _sharded(rank, path, row, where)
+        yield from [found] if found is not None else ()
     elif kind == "object":
         location = check_path(str(row["location"]), root=where)
         yield Entry(rank, path, kind, location=location, is_replicated=bool(row["replicated"]))
@@ -145,10 +146,13 @@ def _entry(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> Iter
         yield Entry(rank, path, "value", value=_value(kind, row["serialized_value"], where))
 
 
-def _sharded(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> Entry:
+def _sharded(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> Entry | None:
+    """The entry of a tensor in parts; None for a rank that has none of them."""
     parts = row["chunks"] if row["type"] == "ChunkedTensor" else row["shards"]
     shards = []
-    dtypes = {str(part["tensor"]["dtype"]) for part in parts}
+    if not parts and "dtype" not in row:
+        return None
+    dtypes = {str(part["tensor"]["dtype"]) for part in parts} or {str(row["dtype"])}
     if len(dtypes) != 1:
         raise FormatError(f"{len(parts):,} parts of {len(dtypes)} types", where=where)
     for part in parts:

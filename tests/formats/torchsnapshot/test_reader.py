@@ -125,7 +125,6 @@ def test_parts_that_contradict() -> None:
     beyond = {"offsets": [1], "sizes": [2], "tensor": TENSOR}
     for row, message in (
         ({"type": "ShardedTensor", "shards": [part, wrong]}, "holds"),
-        ({"type": "ShardedTensor", "shards": []}, "parts of 0 types"),
         ({"type": "ChunkedTensor", "shape": [2], "dtype": "", "replicated": False, "chunks": [beyond]}, "not lie in"),
     ):
         with pytest.raises(FormatError, match=message):

@@ -1,8 +1,6 @@
 """Items of a checkpoint that is being written: which item an entry goes to, and under which keys.
 
-An item is what the job's program passes under one key, and its files can be placed only by what they are. So tensors
-that can be resharded, and what cannot (objects, state of a single rank), are two items: ``optimizer`` and
-``optimizer_values``; an item that has no tensors to reshard keeps its name for the rest.
+An item is what the job's program passes under one key, as torch-checkpointing and torchsnapshot have them.
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ import re
 
 from ckpt_tool.manifest.model import KeyPath
 
-__all__ = ["VALUES", "item_of", "rank_of"]
+__all__ = ["item_of", "rank_of"]
 
-VALUES = "_values"
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_KEY = re.compile(r"[^A-Za-z0-9_-]+")
 _RANK = re.compile(r"@rank(\d{1,9})$")
