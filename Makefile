@@ -69,7 +69,7 @@ $(PEERS)/.installed:
 test-megatron: $(INSTALLED) $(PEERS)/.installed
 	CKPT_PEER_MEGATRON="$(CURDIR)/$(PEERS)/bin/python" CKPT_PEER_TRANSFORMERS="$(CURDIR)/$(PEERS)/bin/python" \
 	CKPT_PEER_MEGATRON_012="$(CURDIR)/$(PEERS)/mcore-0.12.3" \
-	  $(BIN)/pytest -m peer tests/formats/megatron tests/consumers/test_megatron_models.py \
+	  $(BIN)/pytest -m "peer or matrix" tests/formats/megatron tests/consumers/test_megatron_models.py \
 	    tests/consumers/test_megatron_live.py tests/consumers/test_hf_names.py
 
 ORBAX := $(VENV)-orbax/bin/python

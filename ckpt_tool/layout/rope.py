@@ -1,8 +1,9 @@
 """A stretched rotary embedding as two programs call it: ``rope_scaling`` of transformers, arguments of Megatron-LM.
 
-Which keys are which arguments is data, ``configs.toml``: the first ``[[rope]]`` that fits counts. Sources: core 0.19
-``rotary_pos_embedding.py``, ``yarn_rotary_pos_embedding.py`` and ``argument_utils.py``; transformers 5.24
-``modeling_rope_utils.py`` and the attention of DeepSeek-V3.
+Which keys are which arguments is data, ``configs.toml``: the first ``[[rope]]`` that fits counts. What no argument says
+is a note, and kept beside the arguments for the way back. Sources: core 0.19 ``rotary_pos_embedding.py``,
+``yarn_rotary_pos_embedding.py`` and ``argument_utils.py``; transformers 5.24 ``modeling_rope_utils.py`` and the
+attention of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from ckpt_tool.records import dataclass
 
 __all__ = ["RopeKind", "rope_arguments", "rope_config", "rope_kinds"]
 
-_KEYS = {"type", "also", "set", "fixed", "latent", "keys", "defaults", "assumed", "whole"}
+_KEYS = {"type", "also", "set", "fixed", "latent", "keys", "defaults", "assumed", "whole", "lacks"}
 _TABLES = ("rope_scaling", "rope_parameters")
 _PLAIN = (None, "default")
 _ORIGINAL = "original_max_position_embeddings"
 _FACTOR, _MSCALE, _ALL, _ATTENTION = "factor", "mscale", "mscale_all_dim", "attention_factor"
+_KEPT = "hf_rope_scaling"
+"""An argument that Megatron does not have: what a config says of stretching and its own arguments do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,13 @@ class RopeKind:
     """Values of arguments that a run leaves out."""
     whole: tuple[str, ...]
     """Keys whose argument takes whole numbers only."""
+    lacks: str
+    """What Megatron has no argument for, where it cannot stretch in this way; empty where it can."""
 
     def fits_arguments(self, args: Mapping[str, Any]) -> bool:
         """Whether a run with these arguments stretches in this way."""
+        if self.lacks:
+            return False
         if self.latent is not None and self.latent != bool(args.get("multi_latent_attention")):
             return False
         if self.set:
@@ -68,7 +75,7 @@ def rope_kinds(entries: Iterable[Mapping[str, Any]], where: str) -> tuple[RopeKi
         if not isinstance(entry.get("type"), str):
             raise LayoutError("a [[rope]] needs a type", where=where)
         also, whole = tuple(entry.get("also", ())), tuple(entry.get("whole", ()))
-        kind = RopeKind(entry["type"], also, {}, {}, entry.get("latent"), {}, {}, {}, whole)
+        kind = RopeKind(entry["type"], also, {}, {}, entry.get("latent"), {}, {}, {}, whole, entry.get("lacks", ""))
         tables = {name: entry[name] for name in ("set", "fixed", "keys", "defaults", "assumed") if name in entry}
         found.append(replace(kind, **tables))
     return tuple(found)
@@ -83,13 +90,17 @@ def rope_arguments(
     if word in _PLAIN:
         by_layer = {name: table.get("rope_type") for name, table in scaling.items() if isinstance(table, Mapping)}
         return {}, [
-            f"rope scaling {word!r} of layers with {name} is not among the arguments written: say it to Megatron"
+            f"rope scaling {word!r} of layers with {name} is not among the arguments written, nor in a config.json "
+            "made of them later: Megatron has no argument for kinds of layers"
             for name, word in by_layer.items()
             if word not in _PLAIN
         ]
     kind = next((k for k in kinds if word in (k.type, *k.also) and k.latent in (None, latent)), None)
     if kind is None:
-        return {}, [f"rope scaling {word!r} of the config is not among the arguments written: say it to Megatron"]
+        return _kept(scaling), [f"rope scaling {word!r} is not known: {_PLAIN_NOW}"]
+    if kind.lacks:
+        lacks = kind.lacks.format_map(_Named({**config, **scaling}))
+        return _kept(scaling), [f"rope scaling {word}: {lacks}; {_PLAIN_NOW}"]
     known = {**kind.defaults, **{key: value for key, value in scaling.items() if value is not None}}
     if _ORIGINAL in kind.keys:
         known.setdefault(_ORIGINAL, config.get(_ORIGINAL, config.get("max_position_embeddings")))
@@ -111,7 +122,27 @@ def rope_arguments(
             notes.append(f"rope scaling {word}: {key} is {value!r}, args.{argument} takes whole numbers only")
         else:
             values[argument] = int(value) if key in kind.whole else value
+    if notes:
+        values |= _kept(scaling)
+        notes.append(f"rope scaling {word}: args.{_KEPT} keeps the config's settings for an export to Hugging Face")
     return values, notes
+
+
+_PLAIN_NOW = (
+    f"the run is written with plain rotary embeddings, and args.{_KEPT} keeps the config's settings for an export to "
+    "Hugging Face"
+)
+
+
+class _Named(dict[str, Any]):
+    """Values for a text, in which those that are missing are said to be."""
+
+    def __missing__(self, key: str) -> str:
+        return "not said"
+
+
+def _kept(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    return {_KEPT: dict(scaling)}
 
 
 def _with_mscales(known: dict[str, Any], *, latent: bool) -> list[str]:
@@ -150,6 +181,8 @@ def _mscale_of(magnitude: float, scale: float) -> float:
 
 def rope_config(kinds: Iterable[RopeKind], args: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
     """``rope_scaling`` for a run with these arguments, None without any; and names of arguments that are missing."""
+    if isinstance(args.get(_KEPT), Mapping):
+        return dict(args[_KEPT]), []
     kind = next((kind for kind in kinds if kind.fits_arguments(args)), None)
     if kind is None:
         return None, []

@@ -60,6 +60,10 @@ MLA = {
 }  # fmt: skip
 THETA = {"rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0, **THETA}
+LONG = {
+    "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0], **THETA,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     # model type, config, what --family calls it, further arguments of Megatron
     "llama": ("llama", {}, "llama", ""),
@@ -98,6 +102,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "llama",
         "",
     ),
+    "llama, dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **THETA}}, "llama", ""),
     "qwen2, yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", **YARN}}, "llama", ""),
     "deepseek_v3, yarn": (
         "deepseek_v3",
@@ -171,6 +176,8 @@ def test_megatron_has_the_logits_of_transformers(name: str, scripts: Path, tmp_p
         ("gemma2", {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 3}, "gemma2"),
         ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 3}, "gemma3"),
         ("deepseek_v2", {**MLA, "q_lora_rank": None, "topk_method": "greedy"}, "deepseek"),
+        ("llama", {"rope_parameters": LONG}, "llama"),
+        ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, **THETA}}, "llama"),
     ],
 )
 def test_models_that_no_megatron_here_runs_come_back(
@@ -178,8 +185,8 @@ def test_models_that_no_megatron_here_runs_come_back(
 ) -> None:
     """HF to TP2 PP2 and back: the logits are the same, with the config that was made of the arguments.
 
-    The activation of Gemma 1, 2 and 3 is none of Megatron-LM's; without Transformer Engine it builds no latent
-    attention of whole queries.
+    The activation of Gemma 1, 2 and 3 is none of Megatron-LM's, nor are some rotary embeddings; without Transformer
+    Engine it builds no latent attention of whole queries.
     """
     run(MAKE, kind, json.dumps(config), tmp_path / "hf")
     run(LOGITS, tmp_path / "hf", tmp_path / "before.npy")

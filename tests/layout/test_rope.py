@@ -67,19 +67,34 @@ def test_there_and_back(config: dict[str, Any], scaling: dict[str, Any], argumen
     assert back.values["rope_scaling"] == scaling
 
 
+LONG = {
+    "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16, "short_factor": [1.0, 1.1],
+    "long_factor": [2.0, 3.0],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("scaling", "note"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope scaling 'dynamic' of the config is not among the arguments"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "grows with the length (factor 2.0); up to 64 tokens there is no diff",
+        ),
+        (LONG, "no argument for a factor of each frequency (short_factor, long_factor)"),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, "(partial_rotary_factor 0.5)"),
+        ({"rope_type": "proportional"}, "(partial_rotary_factor not said)"),
+        ({"rope_type": "new", "factor": 2.0}, "rope scaling 'new' is not known: the run is written with plain rotary"),
         ({"type": "linear", "factor": 2.5}, "factor is 2.5, args.rotary_seq_len_interpolation_factor takes whole"),
         ({"rope_type": "linear"}, "the config does not say factor"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 2.0}, "high_freq_factor is 2.0, Megatron has 4.0"),
     ],
 )
 def test_what_megatron_has_no_argument_for(scaling: dict[str, Any], note: str) -> None:
-    """It is said, with the value; nothing is rounded or left out without a word."""
+    """It is said, with the value; nothing is rounded or left out without a word, and a config made later has it."""
     said = arguments_of({**CONFIG, "rope_scaling": scaling}, "config.json")
     assert any(note in one for one in said.notes), said.notes
+    assert any("args.hf_rope_scaling keeps the config's settings" in one for one in said.notes)
+    assert config_of(said.values, ["llama"], n_tokens=None).values["rope_scaling"] == scaling
 
 
 def test_magnitudes_of_yarn() -> None:

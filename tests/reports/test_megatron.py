@@ -3,19 +3,20 @@
 Told by a test elsewhere, or here as seen from outside:
 
 ====  ============================================================================================
-R50   formats/megatron/test_dist_reader.py (state of 0.12 in the weights' shape), test_writer.py (written for 0.19)
-R51   formats/megatron/test_layouts.py, test_dist_reader.py (buckets decoded, or the missing fact)
-R52   formats/megatron/test_layouts.py (tails of zeros)
-R53   formats/megatron/test_dist_reader.py (a list of rank 0 in the common state)
+R50   reports/test_megatron_state.py (state of 0.12 in the weights' shape)
+R51   reports/test_megatron_state.py (buckets decoded, or the missing fact), formats/megatron/test_layouts.py
+R52   reports/test_megatron_state.py (tails of zeros)
+R53   reports/test_megatron_state.py (a list of rank 0 in the common state)
 R55   here, reports/test_hf_names.py (padded vocabularies), formats/megatron/test_writer.py (their moments)
-R56   formats/megatron/test_layouts.py (a weight that no rule knows), test_rank_writer.py (each cut)
+R56   reports/test_megatron_state.py (each cut, and a weight that no rule knows)
 R58   here, reports/test_hf_names.py (fewer groups than ranks)
 R59   reports/test_hf_names.py (unequal parts)
 R61   reports/test_hf_names.py (experts, counted)
-R62   formats/megatron/test_layouts.py, test_rank_reader.py, test_parallel.py (stages and chunks)
+R62   reports/test_megatron_state.py (stages and chunks), formats/megatron/test_parallel.py
+R64   reports/test_megatron_state.py (Megatron-FSDP, both ways), api/test_megatron_fsdp.py
 R65   here (nothing is imported), test_layers.py
 R67   here (memory)
-R68   formats/megatron/test_location.py, reports/test_runs.py (trackers)
+R68   reports/test_runs.py (trackers), formats/megatron/test_location.py
 R70   here (shapes that a program wants)
 R71   here (GPT-NeoX's pipeline files)
 R73   here (random states)

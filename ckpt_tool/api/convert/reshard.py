@@ -24,7 +24,7 @@ from ckpt_tool.api.convert.conversion import (
 )
 from ckpt_tool.api.convert.mesh import DATA_AXES, data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
-from ckpt_tool.api.convert.selection import select_tensors
+from ckpt_tool.api.convert.selection import select_objects, select_tensors
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.api.rules import rules_for
@@ -163,8 +163,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         opened.push(checkpoint)
         sections = ("model",) if to in _WEIGHTS_ALONE else None
         selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=sections, unequal=unequal)
-        manifest, blobs = selection.manifest, checkpoint.load_blobs()
-        dropped, notes = selection.dropped, [*selection.notes]
+        blobs, unfit = select_objects(checkpoint.load_blobs(), include=include, exclude=exclude)
+        manifest, dropped, notes = selection.manifest, (*selection.dropped, *unfit), [*selection.notes]
         if to in _WEIGHTS_ALONE:
             dropped, blobs = (*dropped, *(Dropped(blob.fqn, "not a tensor") for blob in blobs)), ()
         options = WriterOptions(

@@ -8,13 +8,16 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.unequal import apply_unequal, parse_unequal, settle_unequal
 from ckpt_tool.errors import CoverageError
-from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.select import select
+from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.select import matching, select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 
-__all__ = ["Selection", "select_tensors"]
+__all__ = ["Selection", "select_objects", "select_tensors"]
+
+_GATHERED = ".param_state/shard_"
+"""In the names of objects that are optimizer state: Megatron's buffers, gathered from the ranks that share them."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,17 @@ def select_tensors(
             dropped.append(Dropped(manifest.tensors.fqns[row], why))
     taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), dims)
     return Selection(taken, tuple(dropped), notes)
+
+
+def select_objects(
+    blobs: Sequence[Blob], *, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[tuple[Blob, ...], tuple[Dropped, ...]]:
+    """Objects that go along with the tensors that fit: all but those that are state themselves, and do not fit."""
+    names = [blob.fqn for blob in blobs if _GATHERED in blob.fqn]
+    fitting = {names[at] for pattern in include for at in matching(pattern, names)} if include else set(names)
+    fitting -= {names[at] for pattern in exclude for at in matching(pattern, names)}
+    left = [name for name in names if name not in fitting]
+    return (
+        tuple(blob for blob in blobs if blob.fqn not in left),
+        tuple(Dropped(name, "not selected") for name in left),
+    )

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenItem
 from ckpt_tool.formats._dcp.placed_items import (
@@ -32,7 +31,13 @@ from ckpt_tool.formats.megatron.config import CONFIG_NAME
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.rank_items import CONFIG, holder_of, items_of, join_items
 from ckpt_tool.formats.megatron.target_boxes import target_boxes, weight_key
-from ckpt_tool.formats.megatron.target_common import COMMON_STEP, is_distributed, parts_of_ranks, target_common
+from ckpt_tool.formats.megatron.target_common import (
+    COMMON_STEP,
+    is_distributed,
+    parts_of_ranks,
+    refuse_undecoded,
+    target_common,
+)
 from ckpt_tool.formats.megatron.target_dialect import dialect_of
 from ckpt_tool.formats.megatron.target_flattened import as_ranges
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
@@ -82,14 +87,8 @@ class MegatronDistWriter(PlainEntries):
         grid = TargetGrid.of(mesh)
         named = [(meta.fqn, meta.path) for meta in source.tensors]
         why = dict(parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(source.info.get("args", {}))))
-        undecoded = source.info.get("optimizer_undecoded")
         strange = [fqn for fqn, path in named if fqn not in why and path[:1] != ("model",) and _is_bucket(fqn, path)]
-        if undecoded and strange:
-            raise LayoutError(
-                f"the optimizer's state is not in the shape of the weights: {undecoded}",
-                where=strange[0],
-                hint="write the weights alone: --include 'model.*'",
-            )
+        refuse_undecoded(source, strange, blobs)
         rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
         reason = why_no_states(source, rng, grid, rank_state)
         if reason is not None:

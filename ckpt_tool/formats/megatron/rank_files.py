@@ -134,8 +134,8 @@ def _check_experts(tp: int, etp: int) -> None:
     if etp < 1 or tp % etp:
         raise Unsupported(
             f"experts of {etp} tensor-parallel ranks, the rest of {tp}: in per-rank files several of these ranks would "
-            "have the same folder",
-            hint="--to megatron-dist has no such limit",
+            "have the same folder, and the parts of experts of all but one would be lost",
+            hint=f"--to megatron-dist has no such limit; --etp {tp} fits",
         )
 
 
@@ -157,7 +157,7 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     """The ranks of ``folders``, all of them there.
 
     Raises:
-        FormatError: folders of different depth are mixed.
+        FormatError: folders of different depth are mixed, or most parts of experts were overwritten on saving.
         LayoutError: a second number can be a stage or an expert-parallel rank, and nothing tells which.
         NotFound: folders are missing, by the run's arguments or because numbers are left out.
     """
@@ -181,6 +181,13 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     pp, ep, tp = (max(a, b or 0) for a, b in zip(seen, stated, strict=True))
     etp = facts.expert_tensor_parallel_size if facts.num_experts else None
     etp = etp or tp
+    if etp > tp:
+        raise FormatError(
+            f"experts of {etp} tensor-parallel ranks, the rest of {tp}: Megatron saves ranks with different parts of "
+            "an expert into the same file, so the parts of the rank that wrote it last are all there are",
+            where=folders[0].name,
+            hint="such runs keep all parts with --ckpt-format torch_dist only",
+        )
     _check_experts(tp, etp)
     ranks = {coord: _rank_of_pair(coord[1], coord[2], tp, ep, etp) for coord in coords}
     # Megatron saves on ranks that are the first in their data-parallel group, or in that of experts.

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import dtype
-from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._pickle.nodes import OrderedMap, Stub
 from ckpt_tool.formats._pickle.rekey import with_storages
 from ckpt_tool.formats._pickle.tensors import TensorRef
@@ -35,6 +34,7 @@ from ckpt_tool.formats.megatron.target_common import (
     is_common,
     is_distributed,
     parts_of_ranks,
+    refuse_undecoded,
     target_common,
 )
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
@@ -85,17 +85,13 @@ class MegatronLegacyWriter:
         args = source.info.get("args", {})
         named = [(meta.fqn, meta.path) for meta in source.tensors]
         why = dict(parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(args)))
-        undecoded = source.info.get("optimizer_undecoded")
+        strange = [m.fqn for m in source.tensors if m.section == "optimizer" and weight_key(m.path) is None]
+        refuse_undecoded(source, [fqn for fqn in strange if fqn not in why], blobs)
         for meta in source.tensors:
             key = weight_key(meta.path)
             is_state = key is not None and meta.path[0] == "optimizer"
             if meta.fqn in why or is_rng(meta.fqn, meta.path):
                 continue
-            if key is None and undecoded and meta.section == "optimizer":
-                raise LayoutError(
-                    f"the optimizer's state is not in the shape of the weights: {undecoded}", where=meta.fqn,
-                    hint="write the weights alone: --include 'model.*'",
-                )  # fmt: skip
             is_step = meta.path[-1] == COMMON_STEP or (is_state and meta.path[2] not in SLOTS)
             if is_step and is_distributed(source.info):
                 why[meta.fqn] = "a parameter's own step; the groups of the optimizer have it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.errors import Unsupported
+from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global, Stub
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._torch_file.nested import nest
@@ -15,10 +15,18 @@ from ckpt_tool.formats.megatron.target_boxes import weight_key
 from ckpt_tool.formats.megatron.target_dialect import Dialect, dialect_of
 from ckpt_tool.formats.megatron.target_grid import TargetGrid, target_args
 from ckpt_tool.formats.megatron.target_optimizer import BUCKET_FACTS, SHARDED_PART, combined, parts_of
-from ckpt_tool.manifest.model import Blob, KeyPath
+from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 from ckpt_tool.records import dataclass
 
-__all__ = ["COMMON_STEP", "TargetCommon", "is_common", "is_distributed", "parts_of_ranks", "target_common"]
+__all__ = [
+    "COMMON_STEP",
+    "TargetCommon",
+    "is_common",
+    "is_distributed",
+    "parts_of_ranks",
+    "refuse_undecoded",
+    "target_common",
+]
 
 COMMON_STEP = "common_step"
 """In the state of an optimizer that is not the distributed one: the step that its parameters share."""
@@ -66,6 +74,25 @@ def parts_of_ranks(
             yield blob.fqn, "has tensors inside, which the common state cannot take over; Megatron starts it afresh"
         elif blob.fqn.startswith("rerun_state_machine"):
             yield blob.fqn, "the rerun state machine's, which Megatron ignores on another number of ranks"
+
+
+def refuse_undecoded(source: Manifest, strange: Sequence[str], blobs: Sequence[Blob]) -> None:
+    """Raise LayoutError where state would be lost because a fact is missing that its place follows from.
+
+    Args:
+        source: what is to be written; its reader says what is missing.
+        strange: its tensors of optimizer state that belong to no weight.
+        blobs: its objects, of which gathered buffers are such state too.
+    """
+    undecoded = source.info.get("optimizer_undecoded")
+    matches = [(blob.fqn, SHARDED_PART.fullmatch(blob.fqn)) for blob in blobs]
+    gathered = [fqn for fqn, match in matches if match is not None and match["name"] == "param_state"]
+    if undecoded and (strange or gathered):
+        raise LayoutError(
+            f"the optimizer's state is not in the shape of the weights: {undecoded}",
+            where=(*strange, *gathered)[0],
+            hint="write the weights alone: --include 'model.*'",
+        )
 
 
 def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, iteration: int) -> TargetCommon:

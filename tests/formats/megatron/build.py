@@ -170,8 +170,10 @@ def common_state(run: Run, **changes: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ per-rank files
 
 
-def legacy_files(run: Run, *, shares_storage: bool = True, with_optimizer: bool = True) -> dict[str, bytes]:
-    """The folders ``mp_rank_*`` of a run."""
+def legacy_files(
+    run: Run, *, shares_storage: bool = True, with_optimizer: bool = True, **changes: Any
+) -> dict[str, bytes]:
+    """The folders ``mp_rank_*`` of a run, whose arguments may be changed."""
     files: dict[str, bytes] = {}
     for rank, stage, data, tensor in ranks_of(run):
         if data >= run.ep:
@@ -179,7 +181,7 @@ def legacy_files(run: Run, *, shares_storage: bool = True, with_optimizer: bool 
         folder = f"mp_rank_{tensor:02d}"
         folder += f"_{stage:03d}" if run.pp > 1 else ""
         folder += f"_{data:03d}" if run.ep > 1 else ""
-        root: dict[str, Any] = common_state(run, rank=rank)
+        root: dict[str, Any] = common_state(run, rank=rank, **changes)
         dense_state: dict[Any, Any] = {"buckets_coalesced": True}
         expert_state: dict[Any, Any] = {"buckets_coalesced": True}
         for chunk in range(run.vpp):

@@ -9,14 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["assert_loads", "save"]
+__all__ = ["assert_loads", "output_of_load", "save"]
 
 
 def assert_loads(launcher: Path, root: Path, mesh: Mapping[str, int], run: str) -> None:
     """Real Megatron on as many ranks as the mesh has."""
+    said = output_of_load(launcher, root, mesh, run)
+    assert "LOAD OK" in said, said[-4000:]
+
+
+def output_of_load(launcher: Path, root: Path, mesh: Mapping[str, int], run: str) -> str:
+    """What it prints meanwhile, errors behind the rest."""
     n_ranks = int(np.prod([size for axis, size in mesh.items() if axis in {"tp", "pp", "dp"}]))
     done = _run(launcher, n_ranks, f"load {root} {run}")
-    assert "LOAD OK" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
 
 
 def save(launcher: Path, root: Path, n_ranks: int, run: str) -> None:

@@ -13,6 +13,7 @@ from ckpt_tool.formats.megatron.rank_reader import READER
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.conformance import Case, ReaderTests, Truth, source_of, stored_bytes
+from tests.formats.megatron.build import legacy_files
 from tests.formats.megatron.places import (
     CHECKPOINTS,
     dense_shapes,
@@ -21,6 +22,7 @@ from tests.formats.megatron.places import (
     extra_truth,
     truth_from_seed,
 )
+from tests.formats.megatron.run import Run
 
 RANDOM_STATES = ("rng_state.*", "optimizer.*.state.common_step")
 DENSE = truth_from_seed(dense_shapes(4, 112))
@@ -128,3 +130,13 @@ def test_file_of_another_rank_does_not_pass() -> None:
     with pytest.raises(FormatError, match=r"holds rank 0 of 8: stage 0.* the folder is of stage 1") as caught:
         READER.read(source_of(MemoryStore(files)))
     assert caught.value.where == "iter_0000010/mp_rank_00_001"
+
+
+def test_overwritten_parts_of_experts_are_no_model() -> None:
+    """More tensor-parallel ranks of experts than of the rest share a folder: the last one's parts are all there are."""
+    files = legacy_files(Run(dp=2, n_experts=4), expert_tensor_parallel_size=2)
+    with pytest.raises(
+        FormatError, match=r"experts of 2 tensor-parallel ranks, the rest of 1: .* wrote it last"
+    ) as caught:
+        READER.read(source_of(MemoryStore(files)))
+    assert (caught.value.where, "torch_dist" in str(caught.value.hint)) == ("mp_rank_00", True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_tool.api.convert.reshard import reshard
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats.base import PlacingWriter
 from ckpt_tool.formats.megatron.rank_reader import READER
 from ckpt_tool.formats.megatron.rank_writer import WRITER
@@ -214,6 +214,16 @@ def test_what_has_no_place_is_said(tmp_path: Path) -> None:
         written("td_nodist_t2", tmp_path / "no", tp=4, rank_state="keep")
     with pytest.raises(LayoutError, match="is not cut into 3 equal parts"):
         written("legacy_t2p2", tmp_path / "no", tp=3)
+
+
+def test_parts_of_experts_never_share_a_file(tmp_path: Path) -> None:
+    """Files have no place for experts of more tensor-parallel ranks than the rest: refused, not lost as in Megatron."""
+    with pytest.raises(
+        Unsupported, match=r"experts of 2 tensor-parallel ranks, the rest of 1: .* would be lost"
+    ) as caught:
+        written("moe_seq_e2", tmp_path / "out", dp=2, etp=2)
+    assert caught.value.hint == "--to megatron-dist has no such limit; --etp 1 fits"
+    assert not (tmp_path / "out").exists()
 
 
 def test_writer_places_boxes_itself() -> None:

@@ -1,0 +1,193 @@
+"""Section D of the collected reports: optimizer state, layers and names that Megatron cannot take elsewhere.
+
+Each as a user meets it, with the ``ckpt`` command; how the forms are read is tested in ``formats/megatron``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_tool.api.checkpoint import open_checkpoint
+from tests.formats.conformance import Truth
+from tests.formats.megatron.build import DistWriter, add_buckets, add_gathered, add_weights, common_state, legacy_files
+from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, expert_shapes, padded_for, truth_from_seed
+from tests.formats.megatron.run import Run
+from tests.formats.megatron.test_rank_writer import loaded
+from tests.reports.conftest import Ckpt
+
+DENSE = truth_from_seed(dense_shapes(4, 112))
+
+
+def contents(root: Path) -> dict[str, Truth]:
+    """Weights, masters and moments."""
+    with open_checkpoint(root) as checkpoint:
+        return {
+            meta.fqn: Truth(meta.dtype.name, meta.shape, np.ascontiguousarray(checkpoint[meta.fqn].numpy()).tobytes())
+            for meta in checkpoint.manifest.tensors
+            if meta.section == "model" or meta.fqn.startswith("optimizer.state.")
+        }
+
+
+def stored(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Files in a folder."""
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r50_flattened_ranges_get_the_shapes_of_weights(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R50: state that mcore up to 0.14 saved flat is rewritten without a job: the newer ones' keys and shapes."""
+    source = CHECKPOINTS / "old012_fsms_t2p1d2/ckpt"
+    assert "fully_sharded_model_space" in ckpt("inspect", source).text
+    assert ckpt("reshard", source, tmp_path / "out", "--to", "megatron", "--tp", "2", "--no-fsync").status == 0
+    metadata = dcp.FileSystemReader(tmp_path / "out/iter_0000010").read_metadata()
+    shapes = {key: tuple(getattr(entry, "size", ())) for key, entry in metadata.state_dict_metadata.items()}
+    for slot in ("param", "exp_avg", "exp_avg_sq"):
+        for key, shape in dense_shapes(4, 112).items():
+            assert shapes[f"optimizer.state.{slot}.{key}"] == shape
+    assert not getattr(metadata, "mcore_data", None)
+    assert contents(tmp_path / "out") == DENSE()
+
+
+def test_r51_buckets_go_to_other_ranks(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R51: ``dp_reshardable``, Megatron's default, TP 2 to TP 1: state by parameter, as if it had been saved so."""
+    source = CHECKPOINTS / "td_dpr_t2p2d2/ckpt"
+    assert ckpt("reshard", source, tmp_path / "out", "--to", "megatron", "--no-fsync").status == 0
+    assert contents(tmp_path / "out") == padded_for(dict(DENSE()), 1)
+    assert "optimizer fully_reshardable" in ckpt("inspect", tmp_path / "out").text
+
+
+def test_r51_a_fact_that_is_missing_is_named(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R51: sizes that several splits into buckets give: which fact is missing, and the way to the weights."""
+    writer = DistWriter(Run(bucket_numel=1000))
+    add_weights(writer)
+    add_gathered(writer)
+    writer.add_object("common_state/shard_0_1", common_state(writer.run, overlap_grad_reduce=None))
+    source = stored(tmp_path / "in", writer.files())
+    fact = "the bucket size (args.ddp_bucket_size) is not known"
+    assert fact in ckpt("inspect", source).text
+    for target in ("megatron", "megatron-legacy"):
+        refused = ckpt("reshard", source, tmp_path / "out", "--to", target, "--tp", "2")
+        assert (refused.status, fact in refused.err, "--include 'model.*'" in refused.err) == (3, True, True)
+    done = ckpt("reshard", source, tmp_path / "out", "--to", "megatron", "--tp", "2", "--include", "model.*")
+    assert done.status == 0
+    assert contents(tmp_path / "out") == writer.run.truth(slots=())
+
+
+def test_r52_tails_of_zeros_are_blamed_on_parameters(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R52: a save that lost the ends of buckets: each parameter, how much of it is zero, and from where on."""
+    writer = DistWriter(Run(layers=(((0, 1, 2, 3),),)))
+    add_weights(writer)
+    add_buckets(writer, zero_from={"exp_avg_sq": 2500})
+    writer.add_object("common_state/shard_0_1", common_state(writer.run))
+    done = ckpt("verify", stored(tmp_path / "in", writer.files()), "--full", "--json", "--limit", "0")
+    findings = [finding for finding in done.json["findings"] if "zero" in finding["kind"]]
+    layers = "optimizer.state.exp_avg_sq.decoder.layers."
+    blamed = {finding["fqn"].removeprefix(layers) for finding in findings}
+    assert blamed == {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight"}
+    assert all("%" in finding["message"] and "element" in finding["message"] for finding in findings), findings
+
+
+def test_r53_lists_of_different_length_are_explained(ckpt: Ckpt) -> None:
+    """R53: Megatron's "Cannot merge two lists" comes of rank 0's list in the common state, which is one line here."""
+    shown = ckpt("inspect", CHECKPOINTS / "old012_fsms_t1d3/ckpt").text
+    assert "the common state holds param_state of rank 0 only (9 entries)" in shown
+    assert 'fails in Megatron with "Cannot merge two lists with different lengths"' in shown
+
+
+def test_r56_each_kind_of_cut_needs_no_model(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R56: TP 1 to TP 4 of columns, gate and up, rows, vocabulary and norms: each rank has its part, or a copy."""
+    source = CHECKPOINTS / "dpr_uneven_p2/ckpt"
+    done = ckpt("reshard", source, tmp_path / "out", "--to", "megatron-legacy", "--tp", "4", "--no-fsync")
+    assert done.status == 0
+    truth = padded_for(truth_from_seed(dense_shapes(4, 104))(), 4)
+    whole = {
+        fqn: torch.frombuffer(bytearray(one.data), dtype=torch.bfloat16).view(one.shape)
+        for fqn, one in truth.items() if fqn.startswith("model.")
+    }  # fmt: skip
+    layers = "model.decoder.layers."
+    for rank in range(4):
+        model = loaded(tmp_path / f"out/iter_0000010/mp_rank_{rank:02d}/model_optim_rng.pt")["model"]
+        layer = {name.removeprefix("decoder.layers.2."): value for name, value in model.items()}
+        gate, up = whole[f"{layers}mlp.linear_fc1.weight"][2].chunk(2)
+        expected = {
+            "self_attention.linear_qkv.weight": whole[f"{layers}self_attention.linear_qkv.weight"][2].chunk(4)[rank],
+            "self_attention.linear_proj.weight": whole[f"{layers}self_attention.linear_proj.weight"][2].chunk(4, 1)[
+                rank
+            ],
+            "mlp.linear_fc1.weight": torch.cat([gate.chunk(4)[rank], up.chunk(4)[rank]]),
+            "mlp.linear_fc2.weight": whole[f"{layers}mlp.linear_fc2.weight"][2].chunk(4, 1)[rank],
+            "input_layernorm.weight": whole[f"{layers}self_attention.linear_qkv.layer_norm_weight"][2],
+            "embedding.word_embeddings.weight": whole["model.embedding.word_embeddings.weight"].chunk(4)[rank],
+            "decoder.final_layernorm.weight": whole["model.decoder.final_layernorm.weight"],
+        }
+        assert [name for name, part in expected.items() if not torch.equal(layer[name], part)] == []
+
+
+def test_r56_an_unknown_name_asks_for_a_rule(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R56: whether an adapter's rows or columns were cut is never guessed: the file to write is named."""
+    files = legacy_files(Run(tp=2))
+    source = stored(tmp_path / "in", files)
+    for path in source.rglob("model_optim_rng.pt"):
+        root = torch.load(path, weights_only=False)
+        root["model"]["decoder.layers.0.mlp.adapter.weight"] = torch.ones(3, 2)
+        root["model"]["decoder.layers.1.mlp.adapter.weight"] = torch.ones(3, 2)
+        torch.save(root, path)
+        path.with_name("distrib_optim.pt").unlink()
+    refused = ckpt("inspect", source)
+    assert (refused.status, "mlp.adapter.weight" in refused.err, "ckpt-megatron.toml" in refused.err) == (3, True, True)
+    (source / "ckpt-megatron.toml").write_text('[[rule]]\nnames = ["mlp.adapter.weight"]\ncut = "row"\n')
+    assert ckpt("reshard", source, tmp_path / "out", "--to", "megatron", "--no-fsync").status == 0
+    assert contents(tmp_path / "out")["model.decoder.layers.mlp.adapter.weight"].shape == (2, 3, 4)
+
+
+def test_r62_stages_and_chunks_have_every_layer_once(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R62: 5 layers on 2 stages of 2 chunks: who has which is shown; layers that are missing are an error."""
+    run = Run(layers=(((0, 1), (3,)), ((2,), (4,))))
+    source = stored(tmp_path / "in", legacy_files(run))
+    shown = ckpt("inspect", source).text
+    assert "layers stage 0: chunk 0: 0-1, chunk 1: 3; stage 1: chunk 0: 2, chunk 1: 4" in shown
+    refused = ckpt("inspect", stored(tmp_path / "fewer", legacy_files(run, num_layers=6)))
+    assert (refused.status, "5 layers in 2 stages, the run's arguments say 6" in refused.err) == (3, True)
+    meshes = {"one": (), "uneven": ("--pp", "2", "--first-stage-layers", "3", "--last-stage-layers", "2")}
+    weights = ("--to", "megatron-legacy", "--include", "model.*", "--no-fsync")
+    for name, mesh in meshes.items():
+        done = ckpt("reshard", source, tmp_path / name, *weights, *mesh)
+        assert done.status == 0, done.err
+        source = tmp_path / name
+        assert contents(source) == run.truth(slots=())
+    assert "layers stage 0: 0-2; stage 1: 3-4" in ckpt("inspect", source).text
+
+
+def test_r62_virtual_stages_come_and_go(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R62: 2 stages of 2 chunks, to 1 stage, and back: no layer starts from random values."""
+    source, truth = CHECKPOINTS / "legacy_vpp_p2v2/ckpt", truth_from_seed(dense_shapes(4, 104))()
+    for name, mesh in {"one": (), "virtual": ("--pp", "2", "--vpp", "2")}.items():
+        done = ckpt("reshard", source, tmp_path / name, "--to", "megatron-legacy", *mesh, "--no-fsync")
+        assert done.status == 0, done.err
+        source = tmp_path / name
+        assert contents(source) == truth
+    assert "stage 0: chunk 0: 0, chunk 1: 2; stage 1: chunk 0: 1, chunk 1: 3" in ckpt("inspect", source).text
+
+
+def test_r64_fsdp_dtensor_and_torch_dist_on_one_processor(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R64: to Megatron-FSDP's names, experts with global numbers, and back to two stages: nothing has changed."""
+    source = CHECKPOINTS / "moe_seq_e2/ckpt"
+    to_fsdp = ("--to", "dcp", "--names", "megatron-fsdp", "--dp", "2", "--no-fsync")
+    assert ckpt("reshard", source, tmp_path / "iter_0000010", *to_fsdp).status == 0
+    assert "Megatron-FSDP (fsdp_dtensor)" in ckpt("inspect", tmp_path / "iter_0000010").text
+    back = ckpt("reshard", tmp_path / "iter_0000010", tmp_path / "out", "--to", "megatron", "--pp", "2", "--no-fsync")
+    assert back.status == 0, back.err
+    truth = truth_from_seed(expert_shapes(2, 104, 4))()
+    found = contents(tmp_path / "out")
+    assert {fqn: one for fqn, one in found.items() if "extra_state" not in fqn}.keys() == truth.keys()
+    state = [fqn for fqn in truth if fqn.startswith("optimizer.")]
+    assert {fqn: found[fqn] for fqn in state} == {fqn: truth[fqn] for fqn in state}
