@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,11 +54,11 @@ def interleaved(rows: Sequence[Row], *, n_rounds: int) -> list[Figure]:
         for row in rows:
             if row.output is not None:
                 _remove(row.output)
-            wall, cpu_s, peak = _run(row)
+            wall, cpu_s, peak = _run(row, is_sampled=not number)
+            peaks[row.name].append(peak)
             if number:
                 seconds[row.name].append(wall)
                 cpu[row.name].append(cpu_s)
-                peaks[row.name].append(peak)
     for row in rows:
         if row.output is not None:
             _remove(row.output)
@@ -67,18 +68,46 @@ def interleaved(rows: Sequence[Row], *, n_rounds: int) -> list[Figure]:
     ]
 
 
-def _run(row: Row) -> tuple[float, float, float]:
+def _run(row: Row, *, is_sampled: bool) -> tuple[float, float, float]:
+    """Wall and processor seconds, and peak megabytes: of the largest process, or ``is_sampled`` of all together."""
     # An installed program has its bytecode; a shell that forbids writing it would time the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | dict(row.environment or {})
     started = time.perf_counter()
     with subprocess.Popen(row.argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as process:
+        peak = _peak_together(process.pid) if is_sampled else 0.0
         errors = process.stderr.read() if process.stderr is not None else b""
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     wall = time.perf_counter() - started
     if process.returncode:
         raise RuntimeError(f"{row.name} exited with {process.returncode}: {errors.decode()[-2000:]}")
-    return wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
+    return wall, usage.ru_utime + usage.ru_stime, max(peak, usage.ru_maxrss * 1024 / 1e6)
+
+
+def _peak_together(pid: int) -> float:
+    """Megabytes of a process and its descendants until it ends, what they share counted once; sampled."""
+    peak = 0.0
+    while (now := sum(map(_proportional, _family(pid)))) > 0:
+        peak = max(peak, now)
+        time.sleep(0.005)
+    return peak
+
+
+def _family(pid: int) -> list[int]:
+    family = [pid]
+    for member in family:
+        with suppress(OSError):  # it has ended
+            family += [int(child) for child in Path(f"/proc/{member}/task/{member}/children").read_text().split()]
+    return family
+
+
+def _proportional(pid: int) -> float:
+    """Megabytes of a process, each page divided by those who have it; 0 when it has ended."""
+    try:
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(row.split()[1]) for row in rows if row.startswith("Pss:")) * 1024 / 1e6
+    except OSError:
+        return 0.0
 
 
 def _remove(path: Path) -> None:
