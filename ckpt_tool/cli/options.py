@@ -213,8 +213,8 @@ ToFormat = Annotated[
         "--to",
         metavar="FORMAT",
         help="dcp, deepspeed, megatron-dist, megatron-legacy, rank-files, torch-ranks, bytecheckpoint, "
-        "torch-checkpointing, torchsnapshot, vescale, orbax; for one rank deepspeed-universal, safetensors, "
-        "torch-save.",
+        "torch-checkpointing, torchsnapshot, vescale, orbax; for one rank deepspeed-universal, nanotron, "
+        "safetensors, torch-save.",
     ),
 ]
 ZeroStage = Annotated[

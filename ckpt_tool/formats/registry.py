@@ -70,6 +70,7 @@ _WRITERS = {
     "vescale": ("ckpt_tool.formats.bundle_writer", "WRITER"),
     "torch-checkpointing": ("ckpt_tool.formats.torch_checkpointing.writer", "WRITER"),
     "torchsnapshot": ("ckpt_tool.formats.torchsnapshot.writer", "WRITER"),
+    "nanotron": ("ckpt_tool.formats.nanotron.writer", "WRITER"),
     "rank-files": ("ckpt_tool.formats.safetensors.rank_writer", "WRITER"),
     "torch-save": ("ckpt_tool.formats.torch_save.writer", "WRITER"),
     "gguf": ("ckpt_tool.formats.gguf.writer", "WRITER"),

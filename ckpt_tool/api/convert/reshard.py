@@ -44,8 +44,8 @@ from ckpt_tool.plan.assign import choose_replicas
 
 __all__ = ["prepare_reshard", "reshard"]
 
-_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning", "gguf"})
-_WEIGHTS_ALONE = frozenset({"consolidated"})
+_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning", "gguf", "nanotron"})
+_WEIGHTS_ALONE = frozenset({"consolidated", "nanotron"})
 
 
 def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command

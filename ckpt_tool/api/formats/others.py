@@ -39,8 +39,15 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         ),
     ),
     "nanotron": (
-        "nanotron, parameters and optimizers",
-        _zoo("nanotron's layout, by its source", TP_with_ZeRO_1="nanotron_tp2_dp2", one_rank="nanotron_plain"),
+        "nanotron: parameters and optimizers read, parameters written, which it cuts itself",
+        (
+            *_zoo("nanotron's layout, by its source", TP_with_ZeRO_1="nanotron_tp2_dp2", one_rank="nanotron_plain"),
+            written(
+                "nanotron's loader, by its source",
+                "the library needs GPUs and was not run",
+                "nanotron/test_writer.py",
+            ),
+        ),
     ),
     "torchsnapshot": (
         "torchsnapshot",

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from ckpt_tool.formats.base import Source
 from ckpt_tool.records import dataclass
 
-__all__ = ["METADATA", "ModelFile", "OptimizerFile", "model_file", "optimizer_file", "step_folder"]
+__all__ = ["METADATA", "ONE_RANK", "ModelFile", "OptimizerFile", "model_file", "optimizer_file", "step_folder"]
 
 METADATA = "checkpoint_metadata.json"
+ONE_RANK = "_pp-rank-0-of-1_tp-rank-0-of-1"
+"""In the name of a file with all of a parameter that tensor-parallel ranks cut."""
 _TRACKER = "latest.txt"
 _MAX_TRACKER_NBYTES = 64
 _RANKS = r"_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-\d+(?:_exp-rank-(?P<exp>\d+)-of-\d+)?"

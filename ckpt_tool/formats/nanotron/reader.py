@@ -77,7 +77,8 @@ class NanotronReader:
         building.add_optimizer([own for path in paths if (own := optimizer_file(path))])
         said = _json(source, prefix + METADATA)
         tensors, chunks, files = building.columns.tables()
-        info: dict[str, Any] = {"metadata": said, "folder": folder or None}
+        cut = [name for name, parts in building.parts.items() if None not in parts]
+        info: dict[str, Any] = {"metadata": said, "folder": folder or None, "cut_parameters": cut}
         step = said.get("metas", {}).get("last_train_step") if isinstance(said.get("metas"), dict) else None
         if type(step) is int:
             info["step"] = step
