@@ -23,6 +23,7 @@ __all__ = [
     "ArrangingWriter",
     "BoxTable",
     "Checksum",
+    "CuttingWriter",
     "LaterSegments",
     "LayOut",
     "PlacingWriter",
@@ -280,6 +281,15 @@ class PlacingWriter(Writer, Protocol):
             info: what the source says beyond tensors.
             options: choices of the writer.
         """
+        ...
+
+
+@runtime_checkable
+class CuttingWriter(Writer, Protocol):
+    """A writer whose metadata list boxes of any size: what several ranks hold can be cut, for each to store a part."""
+
+    def may_cut(self, tensors: TensorTable) -> npt.NDArray[np.bool_]:
+        """bool[n_tensors]: of which tensors."""
         ...
 
 

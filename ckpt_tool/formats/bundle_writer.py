@@ -20,7 +20,7 @@ from ckpt_tool.formats.dcp.writer import DcpWriter
 from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, optimizer_views
-from ckpt_tool.manifest.tables import SECTIONS, ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.tables import SECTIONS, ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
 
 __all__ = ["WRITER", "VeScaleWriter"]
@@ -87,6 +87,10 @@ class VeScaleWriter:
 
         commit = f"{_MODEL}/{parts[0][1].commit_path}"
         return LayOut(manifest, LaterSegments(segments), commit, needs_crc32=True, seal=seal)
+
+    def may_cut(self, tensors: TensorTable) -> npt.NDArray[np.bool_]:
+        """Of all, as in DCP."""
+        return _DCP.may_cut(tensors)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
@@ -22,9 +20,10 @@ from ckpt_tool.api.convert.conversion import (
     wanted_dtype,
     whole_boxes,
 )
-from ckpt_tool.api.convert.mesh import DATA_AXES, data_size, mesh_of
+from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.convert.selection import select_objects, select_tensors
+from ckpt_tool.api.convert.stored_boxes import Storing, stored_boxes
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.api.rules import rules_for
@@ -32,15 +31,21 @@ from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
-from ckpt_tool.formats.base import ArrangingWriter, BoxTable, PlacingWriter, StyledWriter, Writer, WriterOptions
+from ckpt_tool.formats.base import (
+    ArrangingWriter,
+    BoxTable,
+    CuttingWriter,
+    PlacingWriter,
+    StyledWriter,
+    Writer,
+    WriterOptions,
+)
 from ckpt_tool.formats.registry import writer as writer_named
-from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.mesh import Mesh
-from ckpt_tool.layout.place import Placed, place
+from ckpt_tool.layout.place import place
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
-from ckpt_tool.plan.assign import choose_replicas
 
 __all__ = ["prepare_reshard", "reshard"]
 
@@ -215,7 +220,10 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
                 rules=rules,
                 default=default,
                 dp_mode=dp_mode,
-                policy=replicas if replicas != "auto" else ("groups" if writer.per_rank else "once"),
+                storing=Storing(
+                    replicas if replicas != "auto" else ("groups" if writer.per_rank else "once"),
+                    writer.may_cut(tensors) if isinstance(writer, CuttingWriter) else None,
+                ),
             )
             notes += placed_notes
         conversion = build_conversion(
@@ -356,7 +364,7 @@ def _by_rules(
     rules: str | os.PathLike[str] | None,
     default: Literal["shard0", "replicate"] | None,
     dp_mode: Literal["shard", "replicate"],
-    policy: str,
+    storing: Storing,
 ) -> tuple[BoxTable, list[str]]:
     """The boxes that ranks store by the rules of a family, and notes on how they were found."""
     needs_rules = any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
@@ -372,23 +380,4 @@ def _by_rules(
         numbered=_numbered_parameters(manifest),
     )
     notes = [*evidence, *placed.notes] if needs_rules else list(placed.notes)
-    return _stored_boxes(placed, tensors, mesh, policy), notes
-
-
-def _stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, policy: str) -> BoxTable:
-    """The boxes that are written: every replica, one per data-parallel group, or one."""
-    rows = np.arange(len(placed.tensor))
-    if policy != "all":
-        group = placed.tensor.astype(np.int64)
-        if policy == "groups":  # replicas on other model-parallel ranks are needed there
-            coords = mesh.coords()
-            kept = [i for i, axis in enumerate(mesh.axes) if axis not in DATA_AXES]
-            place_number = np.zeros(mesh.world_size, dtype=np.int64)
-            for axis in kept:
-                place_number = place_number * mesh.sizes[axis] + coords[:, axis]
-            group = group * mesh.world_size + place_number[placed.rank]
-        same = exact_duplicates(placed.offsets, placed.sizes, group)
-        nbytes = np.prod(placed.sizes, axis=1) * tensors.bits[placed.tensor] // 8
-        rows = choose_replicas(same, placed.rank.astype(np.int64), nbytes, mesh.world_size)
-    order = rows[np.lexsort((placed.rank[rows], placed.tensor[rows]))]
-    return BoxTable(placed.tensor[order], placed.offsets[order], placed.sizes[order], placed.rank[order])
+    return stored_boxes(placed, tensors, mesh, storing), notes

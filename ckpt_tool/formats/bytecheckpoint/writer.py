@@ -103,6 +103,11 @@ class ByteCheckpointWriter(PlainEntries):
         has_payload = any(storage.rows for file in extra for storage in file.storages)
         return LayOut(manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if extra else None)
 
+    def may_cut(self, tensors: TensorTable) -> npt.NDArray[np.bool_]:
+        """Of the model's and the optimizer's, which ``.metadata`` lists; extra state is whole."""
+        may: npt.NDArray[np.bool_] = tensors.section != MANIFEST_SECTIONS.index("other")
+        return may
+
     def holder(self, entry: Entry, rank: int, world_size: int) -> tuple[KeyPath, tuple[Any, ...]] | None:
         """Parameter groups are one object, and so is all that is neither the model's nor the optimizer's."""
         del world_size

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.metadata_pickle import MetadataPickle, WrittenChunks, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.placed_items import (
@@ -97,6 +100,10 @@ class DcpWriter(PlainEntries):
             needs_crc32=True,
             seal=lambda crc32s: sealed(placed, crc32s),
         )
+
+    def may_cut(self, tensors: TensorTable) -> npt.NDArray[np.bool_]:
+        """Of all: ``.metadata`` lists chunks of any size."""
+        return np.ones(len(tensors), dtype=np.bool_)
 
     def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:
         """``__<rank>_0.distcp``: the items of the rank's boxes, behind which its objects go.
