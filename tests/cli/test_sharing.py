@@ -18,6 +18,7 @@ from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 from tests.storage.checkpoints import make_safetensors
 from tests.storage.killing import kept_at
+from tests.storage.real_hdfs import real_hdfs
 from tests.storage.real_servers import seaweedfs
 from tests.storage.s3_server import BUCKET, s3_environment, s3_server
 
@@ -89,41 +90,55 @@ def test_it_shares_an_upload() -> None:
         assert bucket.uploads == {}
 
 
+def three_upload(base: str, source: Path, to: str, told: Mapping[str, str]) -> None:
+    """The bytes of three processes are those that one sends; none are seen when the first one is killed."""
+    words = ("--dp", "5", "--dp-mode", "shard", "--default", "shard0", "--to", to)
+    argv = [sys.executable, "-m", "ckpt_tool", "reshard", str(source)]
+    environment = {**os.environ, **told, "TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "3"}
+    alone = [*argv, f"{base}/alone", *words, "--split", "0/1"]
+    subprocess.run(alone, check=True, capture_output=True, timeout=100, env=environment)
+
+    def started(*more: str) -> list[subprocess.Popen[str]]:
+        return [
+            subprocess.Popen(
+                [*argv, f"{base}/out", *words, *more], env={**environment, "RANK": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+
+    processes = started()
+    processes[2].send_signal(signal.SIGSTOP)  # before it can have sent anything
+    processes[1].wait(timeout=100)
+    processes[0].send_signal(signal.SIGKILL)
+    processes[2].send_signal(signal.SIGKILL)
+    finished(processes)
+    with patch.dict(os.environ, environment):
+        assert all(path.startswith("CKPT_") for path in kept_at(f"{base}/out").files())
+        said = finished(started("--resume"))
+        assert [status for status, _, _ in said] == [0, 0, 0], said
+        assert "were there already" in " ".join(said[0][1].split())
+        folder = kept_at(f"{base}/out")
+        assert folder.files() == kept_at(f"{base}/alone").files()
+        assert folder.leftovers() == 0
+
+
 @pytest.mark.storage
 @pytest.mark.parametrize("to", ["dcp", "torch-ranks"])
 def test_a_launcher_uploads_to_seaweedfs(tmp_path: Path, to: str) -> None:
-    """Three processes to a real server: the bytes are those that one sends; none are seen when the first one dies."""
+    """Three processes to a real server of objects."""
     source = make_safetensors(tmp_path / "x.safetensors", n_tensors=40, rows=512)
-    words = ("--dp", "5", "--dp-mode", "shard", "--default", "shard0", "--to", to)
-    argv = [sys.executable, "-m", "ckpt_tool", "reshard", str(source)]
     with seaweedfs(tmp_path / "weed") as endpoint:
-        environment = {**os.environ, **s3_environment(endpoint), "TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "3"}
-        alone = [*argv, f"s3://{BUCKET}/alone", *words, "--split", "0/1"]
-        subprocess.run(alone, check=True, capture_output=True, timeout=100, env=environment)
+        three_upload(f"s3://{BUCKET}", source, to, s3_environment(endpoint))
 
-        def started(*more: str) -> list[subprocess.Popen[str]]:
-            return [
-                subprocess.Popen(
-                    [*argv, f"s3://{BUCKET}/out", *words, *more], env={**environment, "RANK": str(rank)},
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                )
-                for rank in range(3)
-            ]  # fmt: skip
 
-        processes = started()
-        processes[2].send_signal(signal.SIGSTOP)  # before it can have sent anything
-        processes[1].wait(timeout=100)
-        processes[0].send_signal(signal.SIGKILL)
-        processes[2].send_signal(signal.SIGKILL)
-        finished(processes)
-        with patch.dict(os.environ, environment):
-            assert all(path.startswith("CKPT_") for path in kept_at(f"s3://{BUCKET}/out").files())
-            said = finished(started("--resume"))
-            assert [status for status, _, _ in said] == [0, 0, 0], said
-            assert "were there already" in " ".join(said[0][1].split())
-            folder = kept_at(f"s3://{BUCKET}/out")
-            assert folder.files() == kept_at(f"s3://{BUCKET}/alone").files()
-            assert folder.leftovers() == 0
+@pytest.mark.hdfs
+def test_a_launcher_writes_to_hdfs(tmp_path: Path) -> None:
+    """Three processes to a real cluster, in both kinds of formats: with a file that comes last, and without."""
+    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=40, rows=512)
+    with real_hdfs(tmp_path / "hdfs") as cluster:
+        for to in ("dcp", "torch-ranks"):
+            three_upload(f"{cluster.url}/{to}", source, to, {"CKPT_WEBHDFS": cluster.webhdfs})
 
 
 def test_export_is_shared_too(tmp_path: Path) -> None:

@@ -124,9 +124,8 @@ class HdfsPlace:
         return True
 
     def get(self, path: str) -> bytes | None:
-        """Content of a small file."""
-        found = self._client.info(self._full(path))
-        return None if found is None else self._client.read(found.path, 0, found.nbytes, where=self.url)
+        """Content of a small file, which another process may have written anew."""
+        return self._client.read_now(self._full(path))
 
     def delete(self, path: str) -> None:
         """Remove a file."""

@@ -89,6 +89,17 @@ def test_one_rename(cluster: Cluster) -> None:
         open_target(URL, **OPTIONS)
 
 
+def test_notes_of_others(cluster: Cluster) -> None:
+    """What another process writes anew is read as it is now, longer or shorter than before."""
+    del cluster
+    mine, other = (place.HdfsPlace(URL, single_file=False) for _ in range(2))
+    for note in (b"at work", b"done, and these are the files", b"ended"):
+        other.put("note", note)
+        assert mine.get("note") == note
+    other.delete("note")
+    assert mine.get("note") is None
+
+
 @pytest.mark.parametrize("n_joined", [0, 1])
 def test_no_concat(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, n_joined: int) -> None:
     """Where parts cannot be joined they are copied; also where that shows only after some were."""
