@@ -18,7 +18,7 @@ from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
-from ckpt_tool.storage.kernel import fallocate
+from ckpt_tool.storage.kernel import fallocate, start_writeback
 from ckpt_tool.storage.renaming import N_SYNCS, remove, swap_in, sync_folder, sync_tree
 from ckpt_tool.storage.take_over import clone_range, copy_range, take_file
 from ckpt_tool.storage.urls import check_path, local_path
@@ -33,6 +33,8 @@ MARKER_TEXT = (
     "Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or delete this folder.\n"
 )
 MAX_OPEN_FILES = 128
+_SENT_AT_ONCE_NBYTES = 128 << 10
+"""So much in one write is sent to the device at once where it must be durable: less is left to wait for at the end."""
 _IS_WINDOWS = os.name == "nt"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -188,6 +190,8 @@ class LocalTarget:
         try:
             with self._handles.borrow(path) as handle:
                 handle.write_at(offset, view)
+                if self._durable and len(view) >= _SENT_AT_ONCE_NBYTES:
+                    start_writeback(handle.file.fileno(), offset, len(view))
         except OSError as error:
             raise self._failure(error, f"{path!r} cannot be written", needed=len(view)) from error
         self.note_written(path)
