@@ -6,11 +6,10 @@ the parts of the spans that lie in it. Knows no tensor.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +18,18 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.mapped import mapped
+from ckpt_tool.storage.shares import can_share, share_out
 from ckpt_tool.storage.store import Store
 
 __all__ = ["BlockVisitor", "Blocks", "Clip", "cut_blocks", "stream_blocks"]
 
 _ALIGNMENT = 16  # widest element; blocks are cut between elements of the span that they cut
-_BLOCKS_PER_RUN = 4
-"""Blocks that one worker reads in a row, so that files are read forwards."""
+_STRETCH_BYTES = 16 << 20
+"""So much of a file one worker reads in a row: forwards, and long enough for what a mapping costs."""
+
+Seen = TypeVar("Seen")
+Seen_co = TypeVar("Seen_co", covariant=True)
 
 
 @dataclass(slots=True)
@@ -37,11 +40,11 @@ class Clip:
     start: int
     """First byte, counted from the span's first one."""
     data: npt.NDArray[np.uint8]
-    """A view into the worker's buffer, reused after the call."""
+    """A view into a buffer that is reused after the call, or into the file, where elements lie on any byte."""
 
 
-class BlockVisitor(Protocol):
-    """Takes blocks in, from several threads and in no order."""
+class BlockVisitor(Protocol[Seen_co]):
+    """Takes in some of the blocks, from one thread."""
 
     def visit(self, clips: list[Clip]) -> None:
         """The parts of spans that one block holds."""
@@ -49,6 +52,10 @@ class BlockVisitor(Protocol):
 
     def failed(self, where: FileRange, spans: list[int], error: CkptError) -> None:
         """A block that cannot be read, and the spans that it holds parts of."""
+        ...
+
+    def seen(self) -> Seen_co:
+        """What they came to; pickled where another process has read them."""
         ...
 
 
@@ -126,7 +133,7 @@ def _cut_file(file: int, start: Int64Array, stop: Int64Array, block_bytes: int, 
     return np.array(bounds, dtype=np.int64).reshape(-1, 3)
 
 
-def stream_blocks(
+def stream_blocks(  # noqa: PLR0913 - what a pass needs
     blocks: Blocks,
     paths: tuple[str, ...],
     span_start: Int64Array,
@@ -134,55 +141,125 @@ def stream_blocks(
     *,
     store: Store,
     n_workers: int,
-    visitor: BlockVisitor,
+    visitor: Callable[[], BlockVisitor[Seen]],
+    take: Callable[[Seen], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Read every block once and hand its clips to ``visitor``, from ``n_workers`` threads at a time.
+    """Read every block once and hand its clips to a ``visitor``; ``take`` gets what each visitor has seen.
 
-    ``progress`` gets the bytes done and those of all blocks, from one thread at a time. Memory: one block for each
-    worker.
+    Files of this machine are mapped by copies of this process where it can be copied, else blocks are read by threads.
+    ``progress`` gets the bytes done and those of all blocks; it and ``take`` are called from one thread at a time.
+    Memory: one block for each worker.
     """
-    starts, stops = blocks.start.tolist(), blocks.stop.tolist()
-    total_nbytes = sum(stops) - sum(starts)
-    done_nbytes = 0
-    lock = threading.Lock()
-    clip_bounds = np.searchsorted(blocks.clip_block, np.arange(len(blocks) + 1)).tolist()
-    clip_spans = blocks.clip_span.tolist()
-    low = blocks.start[blocks.clip_block]
-    begins = np.maximum(span_start[blocks.clip_span], low)
-    ends = np.minimum(span_stop[blocks.clip_span], blocks.stop[blocks.clip_block])
-    shifts = _shifts(blocks, low - span_start[blocks.clip_span], ends - begins).tolist()
-    clip_starts = (begins - span_start[blocks.clip_span]).tolist()
-    clip_begins, clip_ends = (begins - low).tolist(), (ends - low).tolist()
-    files = blocks.file.tolist()
-    local = threading.local()
+    total = int((blocks.stop - blocks.start).sum())
+    pieces = _Pieces(blocks, paths, span_start, span_stop)
+    in_copies = can_share(store, set(pieces.paths), total)
+    stretches = _stretches(blocks, _STRETCH_BYTES if in_copies else 0)
+    done = 0
 
-    def work(run: range) -> None:
-        nonlocal done_nbytes
-        for block in run:
-            look_at(block)
-            if progress is not None:
-                with lock:
-                    done_nbytes += stops[block] - starts[block]
-                    progress(done_nbytes, total_nbytes)
+    def taken(result: tuple[int, Seen]) -> None:
+        nonlocal done
+        done += result[0]
+        take(result[1])
+        if progress is not None:
+            progress(done, total)
 
-    def look_at(block: int) -> None:
-        clips = range(clip_bounds[block], clip_bounds[block + 1])
-        if not clips:
-            return
-        nbytes, shift = stops[block] - starts[block], shifts[block]
-        view = _buffer(local, nbytes + _ALIGNMENT)[shift : shift + nbytes]
-        path = paths[files[block]]
+    share_out(
+        range(len(stretches)),
+        lambda is_copy: _Reader(pieces, stretches, store, visitor, maps=is_copy).look_at,
+        taken, n_workers=n_workers, in_copies=in_copies,
+    )  # fmt: skip
+
+
+def _stretches(blocks: Blocks, at_most_bytes: int) -> list[range]:
+    """Blocks that one worker takes at a time: one, or neighbours in one file that are as long as that at most."""
+    found: list[range] = []
+    first = 0
+    files, starts, stops = blocks.file.tolist(), blocks.start.tolist(), blocks.stop.tolist()
+    for row in range(1, len(blocks) + 1):
+        is_next = row < len(blocks) and files[row] == files[first] and starts[row] == stops[row - 1]
+        if not is_next or stops[row] - starts[first] > at_most_bytes:
+            found.append(range(first, row))
+            first = row
+    return found
+
+
+class _Pieces:
+    """Where the clips of each block lie, as plain numbers."""
+
+    def __init__(self, blocks: Blocks, paths: tuple[str, ...], span_start: Int64Array, span_stop: Int64Array) -> None:
+        self.paths = [paths[file] for file in blocks.file.tolist()]
+        self.starts, self.stops = blocks.start.tolist(), blocks.stop.tolist()
+        low = blocks.start[blocks.clip_block]
+        begins = np.maximum(span_start[blocks.clip_span], low)
+        ends = np.minimum(span_stop[blocks.clip_span], blocks.stop[blocks.clip_block])
+        first = begins - span_start[blocks.clip_span]
+        self._clips = list(
+            zip(*(column.tolist() for column in (blocks.clip_span, first, begins - low, ends - low)), strict=True)
+        )
+        self._bounds: list[int] = np.searchsorted(blocks.clip_block, np.arange(len(blocks) + 1)).tolist()
+        self.shifts = _shifts(blocks, low - span_start[blocks.clip_span], ends - begins).tolist()
+
+    def has_clips(self, block: int) -> bool:
+        """Whether any span meets a block."""
+        return self._bounds[block] < self._bounds[block + 1]
+
+    def spans(self, block: int) -> list[int]:
+        """The spans that a block holds parts of."""
+        return [span for span, *_ in self._clips[self._bounds[block] : self._bounds[block + 1]]]
+
+    def clips(self, block: int, data: npt.NDArray[np.uint8]) -> list[Clip]:
+        """The parts of spans in the bytes of a block."""
+        own = self._clips[self._bounds[block] : self._bounds[block + 1]]
+        return [Clip(span, start, data[begin:end]) for span, start, begin, end in own]
+
+
+class _Reader(Generic[Seen]):
+    """Reads stretches of blocks, one at a time; for one thread."""
+
+    def __init__(
+        self,
+        pieces: _Pieces,
+        stretches: list[range],
+        store: Store,
+        visitor: Callable[[], BlockVisitor[Seen]],
+        *,
+        maps: bool,
+    ) -> None:
+        self._pieces = pieces
+        self._stretches = stretches
+        self._store = store
+        self._visitor = visitor
+        self._maps = maps
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def look_at(self, stretch: int) -> tuple[int, Seen]:
+        """The bytes of a stretch, and what a visitor has seen in them."""
+        pieces, blocks = self._pieces, self._stretches[stretch]
+        start, stop = pieces.starts[blocks.start], pieces.stops[blocks.stop - 1]
+        window = mapped(self._store, pieces.paths[blocks.start], start, stop) if self._maps else None
+        visitor = self._visitor()
+        for block in blocks:
+            low, high = pieces.starts[block], pieces.stops[block]
+            if window is not None:
+                visitor.visit(pieces.clips(block, window[low - start : high - start]))
+            elif pieces.has_clips(block):
+                self._read(visitor, block)
+        return stop - start, visitor.seen()
+
+    def _read(self, visitor: BlockVisitor[Seen], block: int) -> None:
+        pieces = self._pieces
+        path, start, shift = pieces.paths[block], pieces.starts[block], pieces.shifts[block]
+        nbytes = pieces.stops[block] - start
+        if len(self._buffer) < nbytes + _ALIGNMENT:
+            self._buffer = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)  # numpy lays it on 16 bytes at least
+        view = self._buffer[shift : shift + nbytes]
         try:
-            store.read_into(path, starts[block], view.data)
+            self._store.read_into(path, start, view.data)
         except CkptError as error:
-            spans = [clip_spans[clip] for clip in clips]
-            visitor.failed(FileRange(path, starts[block], nbytes), spans, error)
+            visitor.failed(FileRange(path, start, nbytes), pieces.spans(block), error)
             return
-        visitor.visit([Clip(clip_spans[c], clip_starts[c], view[clip_begins[c] : clip_ends[c]]) for c in clips])
-
-    runs = [range(i, min(i + _BLOCKS_PER_RUN, len(blocks))) for i in range(0, len(blocks), _BLOCKS_PER_RUN)]
-    fetch_all(work, runs, concurrency=n_workers)
+        visitor.visit(pieces.clips(block, view))
 
 
 def _shifts(blocks: Blocks, before: Int64Array, nbytes: Int64Array) -> Int64Array:
@@ -196,12 +273,3 @@ def _shifts(blocks: Blocks, before: Int64Array, nbytes: Int64Array) -> Int64Arra
     shifts = np.zeros(len(blocks), dtype=np.int64)
     shifts[blocks.clip_block[longest]] = before[longest] % _ALIGNMENT
     return shifts
-
-
-def _buffer(local: threading.local, nbytes: int) -> npt.NDArray[np.uint8]:
-    """This thread's buffer, grown when needed; numpy lays it on 16 bytes at least."""
-    found: npt.NDArray[np.uint8] | None = getattr(local, "buffer", None)
-    if found is None or len(found) < nbytes:
-        found = np.empty(nbytes, dtype=np.uint8)
-        local.buffer = found
-    return found

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.checks.bits import GRANULE
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.flat import flat_boxes
 from ckpt_tool.records import dataclass
 
 __all__ = ["Run", "ZeroBox", "joined_runs", "judge_zeros", "run_boxes", "shortest_run", "zero_runs"]
 
+GRANULE = 1024
 _LONG_RUN = 4 * GRANULE
 """Of a run this long, cut in two by a block's end, one part fills a granule."""
 _MIN_RUN = 128
@@ -44,23 +44,19 @@ def shortest_run(numel: int, chunk_numel: int) -> int:
     return max(_MIN_RUN, min(int(numel * MIN_SHARE), chunk_numel // 4))
 
 
-def zero_runs(bits: npt.NDArray[Any], min_run: int, reduced: npt.NDArray[Any]) -> list[Run]:
+def zero_runs(bits: npt.NDArray[Any], min_run: int) -> list[Run]:
     """``(start, stop)`` of runs of zero bits of at least ``min_run``; those that touch an end may be shorter.
 
-    ``reduced`` are the `granules` of ``bits``: long runs are looked for where these are zero.
+    A run as long as that covers an element whose number is a multiple of its length, so that few are looked at where
+    there is none.
 
-    >>> from ckpt_tool.checks.bits import granules
-    >>> bits = np.array([0, 1, 0, 0, 0, 1], dtype="u4")
-    >>> zero_runs(bits, 3, granules(bits, None))
+    >>> zero_runs(np.array([0, 1, 0, 0, 0, 1], dtype="u4"), 3)
     [(0, 1), (2, 5)]
     """
-    if min_run >= _LONG_RUN:
-        if len(bits) and bits[0] and bits[-1] and reduced.all():
-            return []
-        bounds = _suspects(bits, reduced)
-        runs = [(low + a, low + b) for low, high in bounds for a, b in _exact_runs(bits[low:high])]
-    else:
-        runs = _exact_runs(bits)
+    if not len(bits) or (bits[0] and bits[-1] and bits[::min_run].all()):
+        return []
+    bounds = _suspects(bits) if min_run >= _LONG_RUN else [(0, len(bits))]
+    runs = [(low + a, low + b) for low, high in bounds for a, b in _exact_runs(bits[low:high])]
     return [(a, b) for a, b in joined_runs(runs) if b - a >= min_run or a == 0 or b == len(bits)]
 
 
@@ -73,11 +69,12 @@ def _exact_runs(bits: npt.NDArray[Any]) -> list[Run]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _suspects(bits: npt.NDArray[Any], reduced: npt.NDArray[Any]) -> list[Run]:
+def _suspects(bits: npt.NDArray[Any]) -> list[Run]:
     """Parts that hold every run of two granules, and the runs at both ends."""
-    if not len(bits):
-        return []
-    is_suspect = reduced == 0
+    n_whole = len(bits) // GRANULE * GRANULE
+    is_suspect = np.bitwise_or.reduce(bits[:n_whole].reshape(-1, GRANULE), axis=-1) == 0
+    if n_whole < len(bits):
+        is_suspect = np.append(is_suspect, not bits[n_whole:].any())
     is_suspect[0] |= bits[0] == 0
     is_suspect[-2:] |= bits[-1] == 0
     if not is_suspect.any():

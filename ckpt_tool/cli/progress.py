@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from ckpt_tool.engine.base import Progress
 
 __all__ = ["progress_bar"]
+
+_BETWEEN_S = 0.1
+"""Between two drawings, at least."""
 
 
 @contextmanager
@@ -47,10 +51,17 @@ def progress_bar(sink: Output, what: str) -> Iterator[Callable[[Progress], None]
         RateColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
-    with Bar(*bar_columns, console=console, transient=True, expand=True) as bar:
+    # Drawn by whoever tells of progress: a thread of its own would keep this process from being forked.
+    with Bar(*bar_columns, console=console, transient=True, expand=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=None)
+        drawn = 0.0
 
         def moved(event: Progress) -> None:
+            nonlocal drawn
+            now = time.monotonic()
             bar.update(task, completed=event.done_nbytes, total=event.total_nbytes)
+            if now - drawn >= _BETWEEN_S:
+                drawn = now
+                bar.refresh()
 
         yield moved

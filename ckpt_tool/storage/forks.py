@@ -7,6 +7,7 @@ results. They can stand in for threads only where no other thread runs: a copy i
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -25,6 +26,8 @@ __all__ = ["can_fork", "forked"]
 Work = Callable[[int, Callable[[Any], None]], Any]
 """Does the job of a number; may send other results before the one that it returns."""
 
+_NOT_TO_BE_COPIED = frozenset({"torch", "jax", "tensorflow", "cupy", "mpi4py", "ray"})
+"""Modules that keep devices or connections of which a copy would have only half."""
 _JOB = struct.Struct("<q")
 _HEAD = struct.Struct("<?Q")  # whether an error follows; bytes of the pickled result
 
@@ -34,8 +37,10 @@ class _InACopy(Exception):
 
 
 def can_fork() -> bool:
-    """Whether a copy of this process could go on: Linux, and no other thread, of Python or of a library."""
+    """Whether a copy of this process could go on: Linux, no other thread, and no library that minds being copied."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return False
+    if not _NOT_TO_BE_COPIED.isdisjoint(sys.modules):
         return False
     try:
         return len(os.listdir("/proc/self/task")) == 1
@@ -123,6 +128,7 @@ def _work(todo: int, writing: int, make_work: Callable[[], Work], parent: int) -
             _write(writing, _HEAD.pack(is_error, len(data)) + data)
 
         try:
+            gc.freeze()  # looking through what the parent made would copy all of it
             work = make_work()
             while job := os.read(todo, _JOB.size):
                 send(work(_JOB.unpack(job)[0], send))

@@ -1,7 +1,7 @@
 """A local store reads files below one folder of this machine; it knows no format.
 
 Paths come out of checkpoints and are not trusted: whatever leaves the folder, by name or by symbolic link, is refused.
-Nothing is mapped into memory, because a file that shrinks under a mapping kills the process.
+Nothing is mapped into memory here, because a file that shrinks under a mapping kills the process (see `mapped`).
 """
 
 from __future__ import annotations

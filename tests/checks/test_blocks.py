@@ -29,7 +29,7 @@ class Collector:
     """Keeps the bytes of every clip, and what failed."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, dict[int, bytes]] = {}
+        self.seen_clips: dict[int, dict[int, bytes]] = {}
         self.addresses: set[int] = set()
         self.failures: list[tuple[FileRange, list[int], type[CkptError]]] = []
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Collector:
         """Take in one block."""
         with self._lock:
             for clip in clips:
-                parts = self.seen.setdefault(clip.span, {})
+                parts = self.seen_clips.setdefault(clip.span, {})
                 assert clip.start not in parts
                 parts[clip.start] = clip.data.tobytes()
                 self.addresses.add((clip.data.ctypes.data - clip.start) % 16)
@@ -46,6 +46,10 @@ class Collector:
     def failed(self, where: FileRange, spans: list[int], error: CkptError) -> None:
         """Take in one failure."""
         self.failures.append((where, spans, type(error)))
+
+    def seen(self) -> dict[int, dict[int, bytes]]:
+        """All clips."""
+        return self.seen_clips
 
 
 def columns(spans: list[tuple[int, int, int]]) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -61,11 +65,16 @@ def test_spans_are_seen_whole(spans: list[tuple[int, int, int]], block_bytes: in
     blocks = cut_blocks(file, start, stop, block_bytes=block_bytes, max_gap_bytes=gap)
     assert ((blocks.stop - blocks.start) <= block_bytes).all()
     store = RecordingStore(MemoryStore(FILES))
-    found = Collector()
-    stream_blocks(blocks, ("a", "b"), start, stop, store=store, n_workers=n_workers, visitor=found)
+    found, taken = Collector(), list[object]()
+    stream_blocks(
+        blocks, ("a", "b"), start, stop, store=store, n_workers=n_workers, visitor=lambda: found, take=taken.append
+    )
     assert found.failures == []
     for span, (number, low, high) in enumerate(spans):
-        assert b"".join(data for _, data in sorted(found.seen.get(span, {}).items())) == FILES["ab"[number]][low:high]
+        assert (
+            b"".join(data for _, data in sorted(found.seen_clips.get(span, {}).items()))
+            == FILES["ab"[number]][low:high]
+        )
     reads = sorted((call.path, call.offset, call.offset + call.length) for call in store.calls)
     for (path, _, end), (other, begin, _) in pairwise(reads):
         assert path != other or end <= begin
@@ -89,9 +98,11 @@ def test_block_that_cannot_be_read_is_handed_over_and_the_rest_goes_on() -> None
     """A range beyond the end fails alone."""
     file, start, stop = columns([(1, 0, 50), (1, 250, 300), (0, 0, 8)])
     blocks = cut_blocks(file, start, stop, block_bytes=100, max_gap_bytes=0)
-    found = Collector()
-    stream_blocks(blocks, ("a", "b"), start, stop, store=MemoryStore(FILES), n_workers=1, visitor=found)
-    assert sorted(found.seen) == [0, 2]
+    found, taken = Collector(), list[object]()
+    stream_blocks(
+        blocks, ("a", "b"), start, stop, store=MemoryStore(FILES), n_workers=1, visitor=lambda: found, take=taken.append
+    )
+    assert sorted(found.seen_clips) == [0, 2]
     assert found.failures == [(FileRange("b", 250, 50), [1], StorageError)]
 
 
@@ -100,6 +111,8 @@ def test_elements_lie_on_their_own_alignment(start: int) -> None:
     """Payload may begin anywhere in a file; in memory it begins where its elements like it."""
     file, low, high = columns([(0, start, 400)])
     blocks = cut_blocks(file, low, high, block_bytes=128, max_gap_bytes=0)
-    found = Collector()
-    stream_blocks(blocks, ("a", "b"), low, high, store=MemoryStore(FILES), n_workers=1, visitor=found)
+    found, taken = Collector(), list[object]()
+    stream_blocks(
+        blocks, ("a", "b"), low, high, store=MemoryStore(FILES), n_workers=1, visitor=lambda: found, take=taken.append
+    )
     assert found.addresses == {0}

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.checks.bits import bit_patterns, granules
 from ckpt_tool.checks.zeros import ZeroBox, joined_runs, judge_zeros, run_boxes, zero_runs
-from ckpt_tool.dtypes import dtype
 from ckpt_tool.geometry.box import Box
 
 
@@ -32,10 +30,7 @@ def test_runs_are_found_exactly(pattern: list[tuple[bool, int]], min_run: int) -
     bits = np.concatenate(
         [np.full(n, 0 if is_zero else 7, dtype="u2") for is_zero, n in pattern] or [np.empty(0, "u2")]
     )
-    patterns = bit_patterns(dtype("float32"))
-    small, large = ((bits.astype("f4") * factor).view("u4") for factor in (np.float32(1e-30), np.float32(1e30)))
-    for each in (granules(bits, None), granules(small, patterns), granules(large, patterns)):
-        assert zero_runs(bits, min_run, each) == slow_runs(bits.tolist(), min_run)
+    assert zero_runs(bits, min_run) == slow_runs(bits.tolist(), min_run)
 
 
 @given(st.lists(st.integers(1, 9000), max_size=5), st.integers(1, 5))
@@ -45,7 +40,7 @@ def test_runs_cut_by_blocks_are_joined(lengths: list[int], n_blocks: int) -> Non
     bits = np.concatenate([*parts, np.empty(0, "u4")])
     found, at = [], 0
     for block in np.array_split(bits, n_blocks):
-        runs = zero_runs(block, 4096, granules(block, None))
+        runs = zero_runs(block, 4096)
         found += [(a + at, b + at) for a, b in runs]
         at += len(block)
     joined = [run for run in joined_runs(found) if run[1] - run[0] >= 4096]

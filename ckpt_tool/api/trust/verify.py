@@ -57,7 +57,8 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
         strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
         require_all: with ``manifest`` or ``against``, a tensor that only one side has is an error.
         against: another checkpoint of any format and layout; every tensor that both have is compared with it.
-        n_workers: threads that read and check; None for as many as there are cores, or as the storage likes requests.
+        n_workers: threads that read and check, or copies of this process for local files where it has no other
+            thread and no torch; None for as many as there are cores, or as the storage likes requests.
         progress: at the full level, called with the bytes read so far, from one thread at a time.
 
     Raises:
