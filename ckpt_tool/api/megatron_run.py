@@ -119,9 +119,11 @@ def _reshards(manifest: Manifest) -> str:
     undecoded = info.get("optimizer_undecoded")
     if undecoded:
         return f"weights to any TP, PP, VPP, EP, ETP and DP; the optimizer's state to none: {undecoded}"
-    if not isinstance(info.get("args"), Mapping) or not any(
-        blob.fqn.partition(".")[0] == "args" for blob in manifest.blobs
-    ):
-        return "tensors to any layout but Megatron's own, which need the run's args: none were saved"
     what = "weights" if info.get("optimizer_form") is None else "weights and optimizer"
-    return f"{what} to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"
+    possible = f"{what} to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"
+    if any(blob.fqn.partition(".")[0] == "args" for blob in manifest.blobs):
+        return possible
+    from ckpt_tool.api.convert.megatron_settings import missing_arguments  # few checkpoints need it
+
+    missing = missing_arguments(manifest, {})
+    return f"{possible}; no args were saved, so they need {' '.join(missing)}" if missing else possible

@@ -46,7 +46,10 @@ def test_missing_facts_are_named() -> None:
     info = {key: value for key, value in manifest.info.items() if key != "args"}
     facts = dict(run_facts(manifest.replace(info=info)))
     assert facts["parallel"] == "not known: no args of the run were saved"
-    assert "need the run's args" in facts["reshards"]
+    assert "to any TP" in facts["reshards"]
+    without = [blob for blob in manifest.blobs if blob.fqn != "args"]
+    facts = dict(run_facts(manifest.replace(info=info, blobs=tuple(without))))
+    assert facts["reshards"].endswith("they need --arg num_attention_heads=N --arg swiglu=true|false")
     undecoded = {**manifest.info, "optimizer_undecoded": "the bucket size is not known"}
     facts = dict(run_facts(manifest.replace(info=undecoded)))
     assert facts["reshards"].endswith("the optimizer's state to none: the bucket size is not known")

@@ -91,11 +91,18 @@ def as_megatron(
         if is_fsdp_dtensor(manifest, blobs):
             of_fsdp = from_fsdp_dtensor(checkpoint, manifest, blobs)
             manifest, blobs = of_fsdp.manifest, of_fsdp.blobs
+    made: Taken | None = None
+    if manifest.format.startswith("megatron") and not any(blob.fqn == "args" for blob in blobs):
+        from ckpt_tool.api.convert.megatron_settings import with_made_arguments  # few sources need it
+
+        config = None if options.config is None else _config(checkpoint, options)
+        made = with_made_arguments(checkpoint.manifest, Taken(manifest, blobs), options.arguments, config)
+        manifest, blobs = made.manifest, made.blobs
     if any(blob.fqn == "args" for blob in blobs):
         manifest = _with_whole_layers(manifest) if is_live else manifest
         known = {**manifest.info.get("args", {}), **options.arguments}
         padded = repadded(manifest.replace(info={**manifest.info, "args": known}), known, tp=tp)
-        before = of_fsdp or Taken(manifest, blobs)
+        before = of_fsdp or made or Taken(manifest, blobs)
         return Taken(
             padded.manifest, _with_arguments(blobs, options), (*before.dropped, *padded.dropped),
             (*before.notes, *padded.notes), before.dtypes,

@@ -43,8 +43,8 @@ class Common:
 
     @property
     def iteration(self) -> int | None:
-        """Steps that were done."""
-        value = self.root.get("iteration")
+        """Steps that were done; Lightning, below NeMo, calls them ``global_step``."""
+        value = self.root.get("iteration", self.root.get("global_step"))
         return value if type(value) is int and value.bit_length() < 64 else None
 
     def notes(self) -> Iterator[str]:

@@ -78,7 +78,8 @@ class MegatronDistReader:
         tables = tabulate([metadata], inner.listing.sizes)
         common = read_common(inner, tables.blobs)
         beside = facts_beside(source, location.folder)
-        facts = beside[0] if beside is not None and common.root.get("args") is None else common.facts
+        has_settings = beside is not None and common.root.get("args") is None
+        facts = beside[0] if beside is not None and has_settings else common.facts
         ranks = int(tables.chunks.rank.max(initial=-1)) + 1
         world_size = facts.world_size or _world_size(facts, ranks)
         shapes = shapes_before(metadata.extra.get("mcore_data"))
@@ -95,7 +96,7 @@ class MegatronDistReader:
             chunks=chunks,
             files=with_folder(files, location.folder),
             blobs=tuple(blobs),
-            mesh=facts.mesh(),
+            mesh=facts.mesh(beside[1]) if beside is not None and has_settings else facts.mesh(),
             info=_info(location, common, facts, found, world_size, sharded_config(inner)),
             notes=tuple(_notes(location, common, found, None if beside is None else beside[1])),
         )

@@ -93,13 +93,13 @@ class Facts:
         n_ranks = (self.pp or 0) * (self.etp or 0) * self.ep
         return self.world_size // n_ranks if n_ranks and self.world_size else None
 
-    def mesh(self) -> MeshInfo | None:
+    def mesh(self, evidence: str = "args of the run") -> MeshInfo | None:
         """Pipeline, data, context and tensor parallelism, as Megatron orders ranks (tensor parallel ones adjoin)."""
         if self.tp is None or self.pp is None:
             return None
         sizes = {"pp": self.pp, "dp": self.data_parallel_size, "cp": self.context_parallel_size, "tp": self.tp}
         known = {axis: size for axis, size in sizes.items() if size is not None and (size > 1 or axis in ("pp", "tp"))}
-        return MeshInfo(tuple(known), tuple(known.values()), "args of the run")
+        return MeshInfo(tuple(known), tuple(known.values()), evidence)
 
     def described(self) -> dict[str, Any]:
         """All known facts of the whole run, by their names; JSON-able."""

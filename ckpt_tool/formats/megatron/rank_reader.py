@@ -189,7 +189,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         chunks=tables[1],
         files=with_folder(tables[2], location.folder),
         blobs=(*extra, *common.assembly.blobs, *random_states.blobs),
-        mesh=facts.mesh(),
+        mesh=facts.mesh() if common.root.get("args") is not None else facts.mesh(f"{CONFIG} of NeMo"),
         info={key: value for key, value in known.items() if value is not None},
         notes=tuple(_notes(location, model, optimizer, common)),
     )
