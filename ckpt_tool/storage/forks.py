@@ -57,12 +57,9 @@ def forked(jobs: Sequence[int], make_work: Callable[[], Work], *, n_processes: i
         StorageError: a process was killed.
     """
     parent = os.getpid()
-    # One open file for all: the system moves its offset on, a job at a time.
-    todo = os.memfd_create("ckpt-jobs", os.MFD_CLOEXEC)
+    todo = _opened_list(jobs)
     children: dict[int, int] = {}  # end of a pipe -> process
     try:
-        os.write(todo, b"".join(map(_JOB.pack, jobs)))
-        os.lseek(todo, 0, os.SEEK_SET)
         sys.stdout.flush()
         sys.stderr.flush()
         for _ in range(min(n_processes, len(jobs))):
@@ -79,6 +76,22 @@ def forked(jobs: Sequence[int], make_work: Callable[[], Work], *, n_processes: i
             os.close(reading)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def _opened_list(jobs: Sequence[int]) -> int:
+    """A file of the jobs, open once for all copies: the system moves its offset on, a job at a time.
+
+    It does so under a lock only for files that were opened by a name (FMODE_ATOMIC_POS in Linux' ``fs/open.c``): of two
+    processes that read at once from what memfd_create gave, both may get the same job.
+    """
+    unnamed = os.memfd_create("ckpt-jobs", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(b"".join(map(_JOB.pack, jobs)))
+        while view:
+            view = view[os.write(unnamed, view) :]
+        return os.open(f"/proc/self/fd/{unnamed}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(unnamed)
 
 
 def _results(children: dict[int, int]) -> Iterator[Any]:

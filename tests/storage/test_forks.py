@@ -35,6 +35,26 @@ def test_each_job_is_done_once_by_more_than_one_process() -> None:
     assert lines == ["True", "True", "3 False"]
 
 
+def test_no_job_is_begun_twice(tmp_path: Path) -> None:
+    """However short jobs are, so that processes ask for the next one at the same moment."""
+    lines = told(
+        "import pathlib\n"
+        "from ckpt_tool.storage.forks import _opened_list\n"
+        "todo = _opened_list(range(100_000))\n"
+        "for _ in range(4):\n"
+        "    if not os.fork():\n"
+        "        taken = b''.join(iter(lambda: os.read(todo, 8), b''))\n"
+        f"        pathlib.Path({str(tmp_path)!r}, str(os.getpid())).write_bytes(taken)\n"
+        "        os._exit(0)\n"
+        "while True:\n"
+        "    try: os.wait()\n"
+        "    except ChildProcessError: break\n"
+        f"taken = b''.join(path.read_bytes() for path in pathlib.Path({str(tmp_path)!r}).iterdir())\n"
+        "print(len(taken) // 8, len({taken[i : i + 8] for i in range(0, len(taken), 8)}))\n"
+    )
+    assert lines == ["100000 100000"]
+
+
 def test_an_error_is_raised_as_it_was_and_ends_all() -> None:
     """Type, place, hint and exit status survive; the other copy does not finish its job."""
     lines = told(
