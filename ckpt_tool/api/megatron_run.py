@@ -5,6 +5,7 @@ Who had which layers and experts, in which form the optimizer's state is, and wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ _SIZES = (
     ("ETP", "expert_tensor_parallel_size"), ("CP", "context_parallel_size"), ("DP", "data_parallel_size"),
 )  # fmt: skip
 
+_ANYWHERE = "to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"
+_MAX_OWNERS = 8
+_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.weight(\d+)")
+
 
 def run_facts(manifest: Manifest) -> list[tuple[str, str]]:
     """Label and text of each line; none for checkpoints that are not Megatron's.
@@ -26,12 +32,7 @@ def run_facts(manifest: Manifest) -> list[tuple[str, str]]:
     A fact that the checkpoint does not tell is named as such.
     """
     if manifest.format == "dcp" and _is_of_fsdp(manifest):
-        has_state = any(path[:2] == ("optimizer", "state") for path in manifest.tensors.paths or ())
-        what = "weights and optimizer" if has_state else "weights"
-        return [
-            ("program", "Megatron-FSDP (fsdp_dtensor), names of wrapped modules"),
-            ("reshards", f"{what} to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"),
-        ]
+        return list(_fsdp_facts(manifest))
     return list(_facts(manifest)) if manifest.format.startswith("megatron") else []
 
 
@@ -41,6 +42,21 @@ def _is_of_fsdp(manifest: Manifest) -> bool:
         path[0] == "model" and str(path[-1]).startswith("module.") for path in manifest.tensors.paths or ()
     )
     return is_wrapped and any(blob.fqn == "args" for blob in manifest.blobs)
+
+
+def _fsdp_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """What names tell; sizes of the run stand in an object, whose bytes an inspection does not read."""
+    yield "program", "Megatron-FSDP (fsdp_dtensor), names of wrapped modules"
+    names = [str(path[-1]) for path in manifest.tensors.paths or () if path[0] == "model"]
+    layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
+    if layers:
+        yield "layers", f"{_ranges(sorted(layers))}, each under names of its own, which do not tell a stage"
+    experts = {int(found[1]) for name in names if (found := _EXPERT.search(name))}
+    if experts:
+        yield "experts", f"{len(experts):,}, numbered {_ranges(sorted(experts))} whatever rank has them"
+    has_state = any(path[:2] == ("optimizer", "state") for path in manifest.tensors.paths or ())
+    yield "optimizer", "fsdp_dtensor, by parameter" if has_state else "no state"
+    yield "reshards", f"{'weights and optimizer' if has_state else 'weights'} {_ANYWHERE}"
 
 
 def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -54,12 +70,22 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "layers", layers
     experts = args.get("num_experts")
     if isinstance(experts, int) and experts:
-        n_ranks = args.get("expert_model_parallel_size") or 1
-        size = experts // n_ranks
-        owners = (f"EP rank {rank}: {_ranges(range(rank * size, (rank + 1) * size))}" for rank in range(n_ranks))
-        yield "experts", f"{experts:,}; {'; '.join(owners)}"
+        yield "experts", f"{experts:,}; {_owners(experts, args.get('expert_model_parallel_size') or 1)}"
     yield "optimizer", _optimizer(info)
     yield "reshards", _reshards(manifest)
+
+
+def _owners(n_experts: int, n_ranks: int) -> str:
+    """Which expert-parallel rank has which experts; of many ranks the first ones and the last.
+
+    >>> _owners(256, 64)
+    'EP rank 0: 0-3; EP rank 1: 4-7; ... EP rank 63: 252-255'
+    """
+    size, rest = divmod(n_experts, n_ranks)
+    if rest:
+        return f"which are no equal share for {n_ranks:,} EP ranks"
+    owned = [f"EP rank {rank}: {_ranges(range(rank * size, (rank + 1) * size))}" for rank in range(n_ranks)]
+    return "; ".join(owned if n_ranks <= _MAX_OWNERS else [*owned[:2], f"... {owned[-1]}"])
 
 
 def _layers(stages: Sequence[Sequence[int]], args: Mapping[str, Any]) -> str:
@@ -118,9 +144,9 @@ def _reshards(manifest: Manifest) -> str:
         return f"none before these files are there: {', '.join(map(str, missing[:3]))}"
     undecoded = info.get("optimizer_undecoded")
     if undecoded:
-        return f"weights to any TP, PP, VPP, EP, ETP and DP; the optimizer's state to none: {undecoded}"
+        return f"weights {_ANYWHERE}; the optimizer's state to none: {undecoded}"
     what = "weights" if info.get("optimizer_form") is None else "weights and optimizer"
-    possible = f"{what} to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy)"
+    possible = f"{what} {_ANYWHERE}"
     if any(blob.fqn.partition(".")[0] == "args" for blob in manifest.blobs):
         return possible
     from ckpt_tool.api.convert.megatron_settings import missing_arguments  # few checkpoints need it

@@ -106,6 +106,10 @@ def test_fsdp_dtensor_becomes_torch_dist(shapes: dict[str, tuple[int, ...]], tmp
     assert contents(tmp_path / "out") == truth_from_seed(shapes)()
     facts = dict(inspect(tmp_path / "iter_0000010").run_facts)
     assert facts["program"].startswith("Megatron-FSDP")
+    n_layers = 2 if shapes is EXPERTS else 4
+    assert facts["layers"].startswith(f"0-{n_layers - 1}, each under names of its own")
+    assert facts.get("experts") == ("4, numbered 0-3 whatever rank has them" if shapes is EXPERTS else None)
+    assert facts["optimizer"] == "fsdp_dtensor, by parameter"
     assert facts["reshards"].startswith("weights and optimizer to any TP")
     assert {d.fqn.partition(".")[0] for d in result.dropped} == {"rng_state"}
     with open_checkpoint(tmp_path / "out") as checkpoint:
