@@ -1,7 +1,7 @@
 """Blosc's container (format version 2, of c-blosc 1): a header, where each block starts, and the blocks' streams.
 
 Source: c-blosc's ``README_CHUNK_FORMAT.rst`` (1.21). A block is shuffled by itself, and compressed in one stream, or in
-one for each byte of an element. ``blosclz`` is Blosc's own compression, which nothing here unpacks.
+one for each byte of an element.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.blosclz import unpacked_blosclz
 
 __all__ = ["bit_unshuffled", "blosc_blocks", "byte_unshuffled", "unpacked_block"]
 
@@ -79,14 +80,7 @@ def _header(content: bytes, where: str) -> _Header:
             f"there are {len(content):,}",
             where=where,
         )
-    header = _Header(flags, width, nbytes, block_nbytes)
-    if header.codec == "blosclz" and not flags & _STORED:
-        raise Unsupported(
-            "compressed with 'blosclz', Blosc's own codec",
-            where=where,
-            hint="write it again with the program that made it, with zstd, lz4 or zlib in Blosc",
-        )
-    return header
+    return _Header(flags, width, nbytes, block_nbytes)
 
 
 def _block(header: _Header, content: bytes, start: int, nbytes: int, where: str) -> bytes:
@@ -106,11 +100,13 @@ def _block(header: _Header, content: bytes, start: int, nbytes: int, where: str)
 
 
 def unpacked_block(stream: bytes, codec: str, nbytes: int, where: str) -> bytes:
-    """The ``nbytes`` bytes that a block of ``lz4_raw``, ``snappy``, ``zlib`` or ``zstd`` holds.
+    """The ``nbytes`` bytes that a block of ``blosclz``, ``lz4_raw``, ``snappy``, ``zlib`` or ``zstd`` holds.
 
     Raises:
         FormatError: it does not hold them.
     """
+    if codec == "blosclz":
+        return unpacked_blosclz(stream, nbytes, where)
     import pyarrow as pa  # 90 ms of start-up that only such files need
 
     try:

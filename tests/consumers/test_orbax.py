@@ -54,7 +54,8 @@ import sys, numpy as np, tensorstore as ts
 folder = sys.argv[1]
 rng = np.random.default_rng(0)
 small, wide = rng.integers(0, 9, (37, 50)).astype("int32"), rng.standard_normal((300, 257)).cumsum(0).astype("float32")
-bloscs = [{"cname": n, "clevel": 5, "shuffle": s} for n in ("lz4", "lz4hc", "zlib", "zstd") for s in (0, 1, 2)]
+names = ("lz4", "lz4hc", "zlib", "zstd", "blosclz")
+bloscs = [{"cname": n, "clevel": 5, "shuffle": s} for n in names for s in (0, 1, 2)]
 two = [{"compressor": {"id": "blosc", "blocksize": 0, **b}} for b in bloscs]
 two += [{"compressor": {"id": "bz2", "level": 5}}, {"order": "F"}, {"order": "F", "compressor": {"id": "zlib"}}]
 names = ["noshuffle", "shuffle", "bitshuffle"]

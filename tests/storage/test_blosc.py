@@ -14,6 +14,7 @@ import pytest
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.storage.blosc import bit_unshuffled, blosc_blocks
+from ckpt_tool.storage.blosclz import unpacked_blosclz
 from ckpt_tool.storage.codecs import content_blocks
 
 DATA = ((np.arange(600, dtype="<i4") // 40) * 1000).tobytes()
@@ -69,7 +70,7 @@ def unpacked(content: bytes | bytearray) -> bytes:
     return b"".join(content_blocks(io.BytesIO(bytes(content)), "blosc", "here"))
 
 
-@pytest.mark.parametrize(("codec", "shuffle"), [key for key in CONTAINERS if key[0] != "blosclz"])
+@pytest.mark.parametrize(("codec", "shuffle"), CONTAINERS)
 def test_containers_of_c_blosc(codec: str, shuffle: int) -> None:
     """Not shuffled, shuffled by bytes and by bits, in one stream for a block and in several."""
     assert unpacked(container(codec, shuffle)) == DATA
@@ -95,10 +96,33 @@ def test_bits_are_shuffled_in_groups_of_eight() -> None:
     assert bit_unshuffled(bytes([255, 0, 0, 0, 0, 0, 0, 0]), 1) == b"\x01" * 8
 
 
-def test_its_own_compression_is_named() -> None:
-    """Its codec blosclz is not unpacked, and said so."""
-    with pytest.raises(Unsupported, match=r"here: compressed with 'blosclz'"):
-        unpacked(container("blosclz", 1))
+def test_matches_of_its_own_compression() -> None:
+    """Near ones, those that reach into themselves, long ones, and those beyond 8,191 bytes."""
+    noise = np.random.default_rng(0).integers(0, 256, 9000, dtype=np.uint8).tobytes()
+    literals = b"".join(bytes([len(part) - 1]) + part for part in (noise[i : i + 32] for i in range(0, 9000, 32)))
+    far = bytes([1 << 5 | 31, 255, *divmod(9000 - 8192, 256)])
+    assert unpacked_blosclz(literals + far + b"\x00x", 9004, "here") == noise + noise[:3] + b"x"
+    assert unpacked_blosclz(b"\x02abc" + bytes([1 << 5, 2]), 6, "here") == b"abcabc"
+    assert unpacked_blosclz(b"\x01ab" + bytes([7 << 5, 255, 4, 1]), 2 + 268, "here") == b"ab" * 135
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (b"", "breaks off"),
+        (b"\x05ab", "breaks off"),
+        (b"\x00a" + bytes([1 << 5]), "breaks off"),
+        (b"\x00a" + bytes([7 << 5, 255]), "breaks off"),
+        (b"\x00a" + bytes([1 << 5, 1]), "points nowhere behind 1 of 4"),
+        (b"\x00a" + bytes([7 << 5, 9, 0]), "points nowhere"),
+        (b"\x07abcdefgh", "points nowhere"),
+        (b"\x01ab", "holds 2 bytes, expected 4"),
+    ],
+)
+def test_damaged_streams_of_its_own_compression(stream: bytes, message: str) -> None:
+    """Cut short, matches before the beginning, more or fewer bytes than there are to be."""
+    with pytest.raises(FormatError, match=message):
+        unpacked_blosclz(stream, 4, "here")
 
 
 @pytest.mark.parametrize(
