@@ -26,6 +26,7 @@ from ckpt_tool.api import checkpoint
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.engine import moving
 from ckpt_tool.errors import CkptError, TargetExists
+from ckpt_tool.storage import part_target
 from ckpt_tool.storage.hdfs import place as hdfs_place
 from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
 from ckpt_tool.storage.parts import PartLimits
@@ -41,6 +42,7 @@ def make_small() -> None:
     vars(checkpoint)["_TILE_BYTES"] = vars(checkpoint)["_UNIT_BYTES"] = 32 << 10
     vars(moving)["_JOURNAL_BYTES"] = max(128 << 10, PART_BYTES // 4)  # on a real server each line is an object
     vars(hdfs_place)["PART_LIMITS"] = PartLimits(1 << 20, 1 << 20, 10_000, multiple=1 << 20)
+    vars(part_target)["HELD_BYTES"] = PART_BYTES  # a last file of payload is sent in parts, as a large one is
     vars(place)["PART_LIMITS"] = PartLimits(PART_BYTES, PART_BYTES, 10_000)
 
 

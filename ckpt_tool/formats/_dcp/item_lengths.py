@@ -8,6 +8,7 @@ payload modulo the alignment) have equal surroundings, and one item of each clas
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.formats._dcp.written_items import ItemKinds
 from ckpt_tool.formats.base import BoxTable
@@ -27,23 +28,36 @@ _WIDE_NBYTES = (1 << 32) - (1 << 16)
 def item_lengths(tensors: TensorTable, boxes: BoxTable) -> tuple[IntArray, IntArray, IntArray]:
     """``(item, head, payload)``, bytes of each box's item, of what stands in it before the payload, and of that.
 
-    Cost: an item laid out for each class, tens to hundreds; the rest is columns.
+    Cost: an item laid out for each class, tens to hundreds; the rest is columns, for each run of equally large boxes of
+    a tensor one row.
     """
+    is_new = np.ones(len(boxes), dtype=np.bool_)
+    is_new[1:] = boxes.tensor[1:] != boxes.tensor[:-1]
+    for column in boxes.sizes.T:
+        is_new[1:] |= column[1:] != column[:-1]
+    first = np.flatnonzero(is_new)
+    counts = np.diff(np.append(first, len(boxes)))
+    item, head, payload = _lengths(tensors, boxes.tensor[first], boxes.sizes[first])
+    return np.repeat(item, counts), np.repeat(head, counts), np.repeat(payload, counts)
+
+
+def _lengths(
+    tensors: TensorTable, tensor: npt.NDArray[np.int32], sizes: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
     dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys(tensors.dtypes))}
     kind_of_tensor = np.array([dtypes[dtype] for dtype in tensors.dtypes], dtype=np.int64)
-    numel = np.prod(boxes.sizes, axis=1, dtype=np.int64)
-    payload = (numel * tensors.bits[boxes.tensor] + 7) // 8
-    kind, ndim = kind_of_tensor[boxes.tensor], tensors.ndim[boxes.tensor].astype(np.int64)
-    around, head = np.empty((2, len(boxes)), dtype=np.int64)
-    shape = first_equal([kind * (_MAX_NDIM + 1) + ndim, *boxes.sizes.T])
-    own = np.flatnonzero(shape == np.arange(len(boxes)))
+    numel = np.prod(sizes, axis=1, dtype=np.int64)
+    payload = (numel * tensors.bits[tensor] + 7) // 8
+    kind, ndim = kind_of_tensor[tensor], tensors.ndim[tensor].astype(np.int64)
+    around, head = np.empty((2, len(tensor)), dtype=np.int64)
+    shape = first_equal([kind * (_MAX_NDIM + 1) + ndim, *sizes.T])
+    own = np.flatnonzero(shape == np.arange(len(tensor)))
     small = np.where(payload[own] < _WIDE_NBYTES, payload[own] % _ALIGNMENT, payload[own])
-    numbers = _numbers_nbytes(boxes.sizes[own], ndim[own], numel[own], payload[own])
+    numbers = _numbers_nbytes(sizes[own], ndim[own], numel[own], payload[own])
     of_class = own[first_equal([kind[own], ndim[own], numbers, small, (payload[own] == 0).astype(np.int64)])]
     kinds = ItemKinds()
     for row in distinct(of_class).tolist():
-        tensor = boxes.tensor[row]
-        laid_out = kinds.kind(tensors.dtypes[tensor], tuple(boxes.sizes[row, : tensors.ndim[tensor]].tolist()))
+        laid_out = kinds.kind(tensors.dtypes[tensor[row]], tuple(sizes[row, : ndim[row]].tolist()))
         around[row], head[row] = laid_out.nbytes - laid_out.payload_nbytes, len(laid_out.head)
     around[own], head[own] = around[of_class], head[of_class]
     return around[shape] + payload, head[shape], payload

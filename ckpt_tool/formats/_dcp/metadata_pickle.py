@@ -8,6 +8,7 @@ not know, becomes a plain attribute there). Protocol 4 without frames, which are
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -125,10 +126,14 @@ class MetadataPickle:
 
     def finished(self) -> bytes:
         """The whole pickle."""
-        return b"".join(
-            piece if isinstance(piece, bytes) else piece[0].table[piece[1] : piece[2]].reshape(-1).data
-            for piece in self._pieces
-        )
+        whole = io.BytesIO()  # whose bytes are handed out, not copied
+        for piece in self._pieces:
+            if isinstance(piece, bytes):
+                whole.write(piece)
+            else:
+                rows, first, stop = piece
+                whole.writelines(rows.written(first, stop))
+        return whole.getvalue()
 
     def number(self, value: str) -> int:
         """The number under which a string is remembered."""

@@ -6,7 +6,7 @@ rows of one length are put together by numpy, a few nanoseconds a number. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -52,22 +52,45 @@ class Rows:
         """Length of one record."""
         return sum(len(opcode) + (0 if column is None else column.itemsize) for opcode, column in self._pieces)
 
+    def written(self, first: int, stop: int) -> Iterator[memoryview]:
+        """The records ``first:stop``, a part at a time, which is good until the next one is asked for.
+
+        Cost: each block of records is made once where ranges follow each other.
+        """
+        while first < stop:
+            number, at = divmod(first, _ROWS_AT_ONCE)
+            end = min(at + stop - first, _ROWS_AT_ONCE)
+            yield self._blocks.made(number)[at:end].reshape(-1).data
+            first += end - at
+
     @cached_property
-    def table(self) -> npt.NDArray[np.uint8]:
-        """uint8[n, row_nbytes]: the records."""
-        template = b"".join(opcode + bytes(0 if column is None else column.itemsize) for opcode, column in self._pieces)
-        table = np.empty((self.n, self.row_nbytes), dtype=np.uint8)
-        for first in range(0, self.n, _ROWS_AT_ONCE):
-            block = table[first : first + _ROWS_AT_ONCE]
-            block[:] = np.frombuffer(template, dtype=np.uint8)
-            at = 0
+    def _blocks(self) -> _Blocks:
+        return _Blocks(self.n, self.row_nbytes, self._pieces)
+
+
+class _Blocks:
+    """Blocks of records, each in the place of the one before it."""
+
+    def __init__(self, n: int, row_nbytes: int, pieces: Sequence[tuple[bytes, npt.NDArray[Any] | None]]) -> None:
+        template = b"".join(opcode + bytes(0 if column is None else column.itemsize) for opcode, column in pieces)
+        self._pieces = pieces
+        self._block = np.empty((min(n, _ROWS_AT_ONCE), row_nbytes), dtype=np.uint8)
+        self._block[:] = np.frombuffer(template, dtype=np.uint8)
+        self._number = -1
+
+    def made(self, number: int) -> npt.NDArray[np.uint8]:
+        """uint8[n, row_nbytes]: the block of that number."""
+        if number != self._number:
+            first, at = number * _ROWS_AT_ONCE, 0
             for opcode, column in self._pieces:
                 at += len(opcode)
                 if column is not None:
                     numbers = column[first : first + _ROWS_AT_ONCE]
-                    block[:, at : at + column.itemsize] = numbers.view(np.uint8).reshape(len(block), -1)
+                    rows = self._block[: len(numbers), at : at + column.itemsize]
+                    rows[:] = numbers.view(np.uint8).reshape(len(numbers), -1)
                     at += column.itemsize
-        return table
+            self._number = number
+        return self._block
 
 
 def _column(part: IntArray | Recalled) -> tuple[bytes, npt.NDArray[Any]]:
