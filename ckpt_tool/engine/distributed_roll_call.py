@@ -45,7 +45,7 @@ class RollCall:
         silent: list[int] = []
         while time.monotonic() - begun < min(_SECONDS, timeout_s):
             silent = [rank for rank in range(self._size) if not self._has_told(store, rank)]
-            gone = [rank for rank in self.ended() if rank in silent]
+            gone = [rank for rank in self.ended() if rank in silent] or self._known_elsewhere(store, silent)
             if gone:
                 self._leave(store, gone)
                 return f"rank {gone[0]} has ended"
@@ -62,13 +62,20 @@ class RollCall:
 
         Otherwise its own end, once it has raised, would look to a slower rank like the one that began it all.
         """
-        self._tell(store, "knows", "left")
+        self._tell(store, " ".join(map(str, gone)), "left")
         others = [rank for rank in range(1, self._size) if rank not in gone]
         begun = time.monotonic()
         while self._rank == 0 and time.monotonic() - begun < _LINGER_SECONDS:
             if all(self._has_told(store, rank, "left") for rank in others):
                 return
             time.sleep(0.02)
+
+    def _known_elsewhere(self, store: Any, silent: Sequence[int]) -> list[int]:
+        """Ranks of other hosts that have ended, as ranks there have found out; those still waiting are not blamed."""
+        for rank in set(range(self._size)) - {self._rank, *silent}:
+            if self._has_told(store, rank, "left"):
+                return [int(each) for each in self._told(store, rank, "left").split() if each.isdecimal()]
+        return []
 
     def _store(self) -> Any:
         try:
@@ -88,9 +95,9 @@ class RollCall:
         except (AttributeError, RuntimeError):
             return False
 
-    def _told(self, store: Any, rank: int) -> str:
+    def _told(self, store: Any, rank: int, topic: str = "saw") -> str:
         try:
-            told = store.get(f"{self._prefix}/saw/{rank}")
+            told = store.get(f"{self._prefix}/{topic}/{rank}")
         except RuntimeError:
             return "nothing more is known"
         return str(told.decode(errors="replace") if isinstance(told, bytes) else told)

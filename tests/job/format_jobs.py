@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import ckpt_tool
-from tests.job.save_faults import TIMEOUT_S, told, writer_pid
-from tests.job.save_faults import state_of as value_of
 from tests.job.save_jobs import LAYOUTS as PLACEMENTS
 from tests.job.save_jobs import bits, cut, truth
 from tests.job.workers import joined
@@ -76,21 +71,3 @@ def run(rank: int, size: int, rendezvous: str, out: str) -> None:
                 url = f"{out}/{size}/{name}/{layout}"
                 ckpt_tool.save(state_of(layout), url, format=name, extra_state=extra_of(rank), durable=False).wait()
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def lost_rank(rank: int, size: int, rendezvous: str, out: str) -> None:
-    """The last rank dies while saves in two formats are under way, and the process beside it."""
-    with joined(rank, size, rendezvous, is_lost=True):
-        for name in FORMATS[1:]:
-            ckpt_tool.save(value_of(1.0), f"{out}/{name}-1", format=name).wait()
-        if rank == size - 1:
-            os.kill(writer_pid(), signal.SIGSTOP)
-        dist.barrier()
-        handles = [
-            ckpt_tool.save(value_of(2.0), f"{out}/{name}-2", format=name, timeout_s=TIMEOUT_S) for name in FORMATS[1:]
-        ]
-        if rank == size - 1:
-            os.kill(writer_pid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        Path(f"{out}.{rank}.json").write_text(json.dumps([told(each.wait) for each in handles]), encoding="utf-8")
-        os._exit(0)

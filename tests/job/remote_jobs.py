@@ -29,14 +29,16 @@ def saves(rank: int, size: int, rendezvous: str, out: str, url: str) -> None:
         found: dict[str, object] = {"differences": _there_and_back(url)}
         dist.barrier()
         Path(out, "refuses").touch()
-        found["refused"] = told(lambda: ckpt_tool.save(state_of(3.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait())
+        found["refused"] = told(
+            lambda: ckpt_tool.save(state_of("dcp", 3.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait()
+        )
         dist.barrier()
         Path(out, "refuses").unlink(missing_ok=True)
         dist.barrier()
         while len(ckpt_tool.ls(url).steps) > 2:  # each rank's process lets go of its parts in its own time
             time.sleep(0.05)
         dist.barrier()
-        found["after"] = told(lambda: ckpt_tool.save(state_of(4.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait())
+        found["after"] = told(lambda: ckpt_tool.save(state_of("dcp", 4.0), f"{url}/step-3", timeout_s=TIMEOUT_S).wait())
         Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -59,7 +61,7 @@ def _there_and_back(url: str) -> list[str]:
     state = truth_in("columns", is_empty=True)
     ckpt_tool.load(state, f"{url}/step-1")
     for value in (1.0, 2.0):
-        ckpt_tool.save(state_of(value), f"{url}/step-2", timeout_s=TIMEOUT_S).wait()
+        ckpt_tool.save(state_of("dcp", value), f"{url}/step-2", timeout_s=TIMEOUT_S).wait()
     return differences("columns", state)
 
 
@@ -70,17 +72,17 @@ def saves_alone(url: str) -> None:
 
 def state_of_one(value: float) -> dict[str, object]:
     """As `state_of`, whole."""
-    return {"w": torch.full((300, 400), value), "value": value}
+    return {"model": {"w": torch.full((300, 400), value)}, "value": value}
 
 
 def lost_job(rank: int, size: int, rendezvous: str, url: str) -> None:
     """All ranks die when the bytes of the last one are sent, while the root sleeps."""
     with joined(rank, size, rendezvous, is_lost=True):
-        ckpt_tool.save(state_of(1.0), f"{url}/step-1").wait()
+        ckpt_tool.save(state_of("dcp", 1.0), f"{url}/step-1").wait()
         if rank == 0:
             os.kill(writer_pid(), signal.SIGSTOP)
         dist.barrier()
-        handle = ckpt_tool.save(state_of(2.0), f"{url}/step-2")
+        handle = ckpt_tool.save(state_of("dcp", 2.0), f"{url}/step-2")
         place = S3Place(f"{url}/step-2", single_file=False)
         while rank and not any(begun.parts for _, begun in place.under_way()):
             time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,13 @@ def mesh_of(placements: tuple[Placement, ...]) -> DeviceMesh:
     """All ranks, in as many dimensions as there are placements."""
     size = dist.get_world_size()
     inner = next(n for n in (2, 3, 1) if size % n == 0) if len(placements) == 2 else 1
-    return init_device_mesh("cpu", (size // inner, inner) if len(placements) == 2 else (size,))
+    return _mesh((size // inner, inner) if len(placements) == 2 else (size,))
+
+
+@cache
+def _mesh(sizes: tuple[int, ...]) -> DeviceMesh:
+    """One mesh for all tensors: each has groups of its own, and gloo threads for each of them that never rest."""
+    return init_device_mesh("cpu", sizes)
 
 
 def cut(tensor: torch.Tensor, placements: tuple[Placement, ...] | None) -> torch.Tensor:

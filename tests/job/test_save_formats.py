@@ -12,10 +12,8 @@ from safetensors import safe_open
 
 import ckpt_tool
 from ckpt_tool.api.job.saver import Saver
-from ckpt_tool.errors import CkptError
 from tests.job import format_jobs, save_jobs, workers
 from tests.job.test_save_alone import save
-from tests.job.test_save_faults import loaded, started
 
 pytestmark = [
     pytest.mark.dist,
@@ -95,19 +93,3 @@ def test_safetensors_opens_the_files_of_ranks(folder: Path, layout: str) -> None
             rows += [file.get_tensor(name) for name in file.keys() if name == "model.even"]  # noqa: SIM118
     dim = 1 if layout == "fsdp x tp" else 0
     assert torch.equal(torch.cat(rows, dim), whole)
-
-
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """Of saves in other formats too nothing is left that reads as whole, and what was there before stays."""
-    assert started(format_jobs.lost_rank, tmp_path) == [0, -9]
-    told = json.loads((tmp_path / "run.0.json").read_text(encoding="utf-8"))
-    assert [(each["kind"], "rank 1 of 2" in each["text"]) for each in told] == [("StorageError", True)] * 2
-    run = tmp_path / "run"
-    for path in run.iterdir():
-        if path.name.endswith(".partial"):  # the process that would remove it may have ended before
-            with pytest.raises(CkptError):
-                ckpt_tool.open(path)
-        else:
-            assert path.name.partition(".")[0] in {"bytecheckpoint-1", "safetensors-1"}
-    for name in format_jobs.FORMATS[1:]:
-        assert loaded(run / f"{name}-1") == 1.0

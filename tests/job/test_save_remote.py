@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.multiprocessing as mp
 
 import ckpt_tool
 from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.s3.place import S3Place
 from tests.job import remote_jobs
+from tests.job.test_save_faults import loaded
 from tests.storage.fault_proxy import fault_proxy
 from tests.storage.real_hdfs import real_hdfs
 from tests.storage.real_servers import seaweedfs
@@ -45,15 +45,6 @@ def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_environment(endpoint).items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}"
-
-
-def loaded(url: str) -> float:
-    """The one value of a saved state."""
-    state = {"w": torch.zeros(300, 400), "value": 0.0}
-    ckpt_tool.load(state, url)
-    assert isinstance(state["w"], torch.Tensor)
-    assert state["w"].unique().tolist() == [state["value"]]
-    return float(state["value"])
 
 
 def test_saves_and_faults(s3: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

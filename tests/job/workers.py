@@ -170,16 +170,17 @@ def url(fixture: str) -> str:
     return str(FIXTURES / fixture / "ckpt")
 
 
-def _truth(fixture: str) -> dict[str, torch.Tensor]:
+def truth_of(fixture: str) -> dict[str, torch.Tensor]:
+    """A fixture's tensors, whole."""
     return load_file(FIXTURES / fixture / "truth.safetensors")
 
 
 def plain(fixture: str) -> dict[str, torch.Tensor]:
     """A state of plain zeros for a fixture."""
-    return {name: torch.zeros_like(tensor) for name, tensor in _truth(fixture).items()}
+    return {name: torch.zeros_like(tensor) for name, tensor in truth_of(fixture).items()}
 
 
-def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | None) -> torch.Tensor:
+def cut_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | None) -> torch.Tensor:
     """What torch itself gives this rank; a dimension that a tensor does not have is not cut."""
     if placements is None:
         return tensor
@@ -187,7 +188,8 @@ def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
     return distribute_tensor(tensor, mesh, fitting, src_data_rank=None)
 
 
-def _bits(tensor: torch.Tensor) -> bytes:
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """Elements of a local tensor, in order."""
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     bits: bytes = held.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return bits
@@ -198,13 +200,13 @@ def _case(name: str, way: str, world_size: int) -> dict[str, Any]:
     sizes = (world_size,) if shape == (-1,) or world_size == 1 else (2, world_size // 2)
     placements = placements[: len(sizes)] if placements is not None else None
     mesh = init_device_mesh("cpu", sizes)
-    truth = _truth(fixture)
-    state = {fqn: _cut(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
-    expected = {fqn: _bits(_cut(tensor, mesh, placements)) for fqn, tensor in truth.items()}
+    truth = truth_of(fixture)
+    state = {fqn: cut_of(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
+    expected = {fqn: bits_of(cut_of(tensor, mesh, placements)) for fqn, tensor in truth.items()}
     with _recorded() as stores:
         report = ckpt_tool.load(state, url(fixture), exchange=way, memory_budget_bytes=1 << 20)
     return {
-        "different": [fqn for fqn, bits in expected.items() if _bits(state[fqn]) != bits],
+        "different": [fqn for fqn, bits in expected.items() if bits_of(state[fqn]) != bits],
         "needed": sum(len(bits) for bits in expected.values()),
         "distinct": sum(tensor.nbytes for tensor in truth.values()),
         "recorded": sum(store.nbytes for store in stores),
@@ -214,14 +216,14 @@ def _case(name: str, way: str, world_size: int) -> dict[str, Any]:
 
 def _choices(world_size: int) -> dict[str, Any]:
     """What ``auto`` does on storage that gives a rank 1 MB a second: (way, why, whether the bits are right)."""
-    truth = _truth("hf_sharded")
+    truth = truth_of("hf_sharded")
     mesh = init_device_mesh("cpu", (world_size,))
     found: dict[str, Any] = {}
     for name, placements in {"replicas": None, "rows": (ROWS,)}.items():
-        state = {fqn: _cut(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
-        with _store_of(_SlowStore):
+        state = {fqn: cut_of(torch.zeros_like(tensor), mesh, placements) for fqn, tensor in truth.items()}
+        with slow_storage():
             report = ckpt_tool.load(state, url("hf_sharded"))
-        equal = all(_bits(state[fqn]) == _bits(_cut(tensor, mesh, placements)) for fqn, tensor in truth.items())
+        equal = all(bits_of(state[fqn]) == bits_of(cut_of(tensor, mesh, placements)) for fqn, tensor in truth.items())
         found[name] = [report.exchange, report.why, equal]
     return found
 
@@ -246,12 +248,12 @@ def _model(name: str, world_size: int) -> dict[str, Any]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     ckpt_tool.load({"model": model}, url("dcp_fsdp2_4r_fp32"))
-    truth = _truth("dcp_fsdp2_4r_fp32")
+    truth = truth_of("dcp_fsdp2_4r_fp32")
     state = model.state_dict()
     full = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
     kinds = {type(p).__name__ for value in state.values() if isinstance(value, DTensor) for p in value.placements}
     return {
-        "different": [key for key, value in full.items() if _bits(value) != _bits(truth[f"model.{key}"])],
+        "different": [key for key, value in full.items() if bits_of(value) != bits_of(truth[f"model.{key}"])],
         "n_tensors": len(full),
         "placements": sorted(kinds),
     }
@@ -265,7 +267,7 @@ def _fsdp1_model() -> dict[str, Any]:
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict()
     ckpt_tool.load({"model": state}, url("dcp_fsdp2_4r_fp32"))
-    truth = _truth("dcp_fsdp2_4r_fp32")
+    truth = truth_of("dcp_fsdp2_4r_fp32")
     different = []
     for key, value in state.items():
         whole = truth[f"model.{key}"]
@@ -275,7 +277,7 @@ def _fsdp1_model() -> dict[str, Any]:
             parts = [(value, [0] * whole.ndim, list(whole.shape))]
         for tensor, offsets, sizes in parts:
             index = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            if _bits(tensor) != _bits(whole[index]):
+            if bits_of(tensor) != bits_of(whole[index]):
                 different.append(key)
     return {
         "different": different,
@@ -334,6 +336,12 @@ class _SlowStore(RecordingStore):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         time.sleep(buffer.nbytes * 1e-6)
         super().read_into(path, offset, buffer)
+
+
+def slow_storage() -> AbstractContextManager[Any]:
+    """Payload is read from storage of 1 MB a second."""
+    slow: AbstractContextManager[Any] = _store_of(_SlowStore)
+    return slow
 
 
 @contextmanager

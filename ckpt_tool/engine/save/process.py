@@ -171,11 +171,11 @@ class WriterProcess:
         )
 
     def _not_written(self, save: _Save, error: BaseException) -> None:
-        self._control.send(Message("free", {"arena": save.command.arena}))
+        self._control.tell(Message("free", {"arena": save.command.arena}))
         self._fail(save, described(error))
 
     def _written(self, save: _Save, entry: dict[str, Any]) -> None:
-        self._control.send(Message("free", {"arena": save.command.arena}))
+        self._control.tell(Message("free", {"arena": save.command.arena}))
         save.operations += entry.pop("operations")
         save.payload_nbytes = int(entry.pop("payload_nbytes"))
         if self._save is save:
@@ -259,7 +259,7 @@ class WriterProcess:
             assigned = Assigned(structure.held, share.rows, share.objects)
             self._assigned[structure.key] = assigned
             fields = {"key": structure.key, "objects": share.objects}
-            self._control.send(Message("assigned", fields, share.rows.tobytes()))
+            self._control.tell(Message("assigned", fields, share.rows.tobytes()))
             self._write(save, assigned)
 
     # ----------------------------------------------------------------------------------------------------------- ends
@@ -318,9 +318,9 @@ class WriterProcess:
             "save": number, "error": error, "forget": forget, "operations": save.operations,
             "payload_nbytes": save.payload_nbytes, "nbytes": save.nbytes,
         }  # fmt: skip
-        self._control.send(Message("verdict", fields))
+        self._control.tell(Message("verdict", fields))
         if not save.is_writing:
-            self._control.send(Message("free", {"arena": save.command.arena}))
+            self._control.tell(Message("free", {"arena": save.command.arena}))
         self._last = number
         self._save = None
 

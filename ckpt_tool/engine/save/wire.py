@@ -10,6 +10,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ckpt_tool.errors import CkptError, StorageError
@@ -61,6 +62,11 @@ class Connection:
         self._socket.sendall(head)
         if body:
             self._socket.sendall(body)
+
+    def tell(self, message: Message) -> None:
+        """Send a message to whoever is there; where nobody is any more, `receive` says so."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.send(message)
 
     def receive(self) -> list[Message] | None:
         """All messages that are complete after one read, which blocks when nothing is there; None at the end."""
