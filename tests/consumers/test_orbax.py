@@ -144,7 +144,7 @@ def test_codings_of_tensorstore(tmp_path: Path) -> None:
     ours = as_bytes(tmp_path / "1")
     with np.load(tmp_path / "truth.npz") as truth:
         whole = {name: truth[name].tobytes() for name in ("small", "wide")}
-    assert len(ours) == 2 * (15 + 15)
+    assert len(ours) == 2 * (18 + 18)
     assert [fqn for fqn, (_, _, data) in ours.items() if data != whole[fqn.rstrip("0123456789")]] == []
 
 
