@@ -241,7 +241,8 @@ def test_one_file_of_many(file: str, what: str, opened: Open) -> None:
 
 def test_larger_checkpoints_too(opened: Open) -> None:
     """Every tensor of every truth in a folder of one's own (``CKPT_EXTRA_FIXTURES``), else in this repository's."""
-    folders = sorted(Path(os.environ.get("CKPT_EXTRA_FIXTURES", DEEPSPEED)).glob("ds_*"))
+    extra = os.environ.get("CKPT_EXTRA_FIXTURES")
+    folders = sorted((Path(extra) / "deepspeed" if extra else DEEPSPEED).glob("ds_*"))
     assert folders
     for folder in folders:
         source = opened(folder / "ckpt" if (folder / "ckpt").is_dir() else folder)
