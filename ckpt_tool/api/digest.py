@@ -123,7 +123,7 @@ def take_digests(
     limits = plan_limits(memory_budget_bytes // 2, n_threads, nbytes, tile_bytes=_TILE_BYTES)
     found = digest_tensors(
         manifest, left, opened, limits=limits, wide=wide, n_workers=n_threads,
-        recent_crc32=summing.recent_crc32 if is_summed else None,
+        summing=summing if is_summed else None,
         progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
     )  # fmt: skip
     table = DigestTable(manifest.format, _rows(checkpoint, found), _files(checkpoint, summing, files, n_threads))

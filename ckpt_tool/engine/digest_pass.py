@@ -5,10 +5,12 @@ A tile is a run of its tensor's row-major bytes however the tensor is stored, so
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.tile_reader import TileReader
@@ -22,16 +24,18 @@ from ckpt_tool.plan.build import PlanLimits, has_odd_strides, plan_reads
 from ckpt_tool.plan.model import Pieces, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.mapped import mapped
+from ckpt_tool.storage.shares import can_share, share_out
 from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.summing import SummingStore
 
-__all__ = ["DigestPass", "RecentCrc32", "digest_tensors"]
+__all__ = ["DigestPass", "digest_tensors"]
 
 _AHEAD_BYTES = 64 << 20
 """Fetched before it is needed, by all workers together, where storage is slow to answer."""
 
-RecentCrc32 = Callable[[str, int, int], int | None]
-"""The CRC-32 of a file's range (path, offset, length), None where it is not known."""
+_LEAST_MAPPED_BYTES = 256 << 10
+"""Less is read: a mapping costs as much as copying so many bytes. Gaps up to here are mapped over."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,28 @@ class DigestPass:
 
 @dataclass(slots=True)
 class _Sums:
-    """A line for each tile that was read; lists are appended to by several threads."""
+    """What is known of tiles that were read."""
 
     rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Tensor, first byte in it, bytes, CRC-32."""
     lanes: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Wide sums by tensor."""
     unread: dict[int, CkptError] = field(default_factory=dict)
+    nbytes: int = 0
+    stretches: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """Of files, where another process has read them: as `SummingStore.drained`."""
+
+    def add(self, other: _Sums) -> None:
+        """What is known of other tiles."""
+        self.rows += other.rows
+        for row, lanes in other.lanes.items():
+            self.add_lanes(row, lanes)
+        self.unread |= other.unread
+        self.nbytes += other.nbytes
+
+    def add_lanes(self, row: int, lanes: tuple[int, int]) -> None:
+        """Wide sums of some bytes of a tensor."""
+        self.lanes[row] = (Part(lanes=self.lanes.get(row, (0, 0))) + Part(lanes=lanes)).lanes
 
 
 def digest_tensors(
@@ -64,7 +83,7 @@ def digest_tensors(
     limits: PlanLimits,
     wide: bool,
     n_workers: int,
-    recent_crc32: RecentCrc32 | None = None,
+    summing: SummingStore | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DigestPass:
     """The digests of some tensors; what cannot be read does not stop the others.
@@ -78,27 +97,27 @@ def digest_tensors(
         store: reads the manifest's files.
         limits: sizes of tiles and units.
         wide: whether the wide sums are taken.
-        n_workers: threads.
-        recent_crc32: what ``store`` knows of a range (file, offset, length) that this thread read lately, if it does.
+        n_workers: threads, or copies of this process that map files where it can be copied.
+        summing: what ``store`` reads through, if sums of files are wanted: it gets to know all that is read.
         progress: gets the bytes read and those to be read, from one thread at a time.
     """
     sums = _Sums()
     total = int(manifest.tensors.nbytes[np.asarray(rows, dtype=np.int64)].sum())
-    done = 0
-    lock = threading.Lock()
 
-    def moved(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
+    def take(found: _Sums) -> None:
+        sums.add(found)
+        for stretch in found.stretches:
+            if summing is not None:
+                summing.note(*stretch)
+        if progress is not None:
+            progress(sums.nbytes, total)
 
     for tiles, reads in _planned(manifest, list(rows), limits, sums):
-        _run(
-            manifest, tiles, reads, store, sums, wide=wide, n_workers=n_workers, recent_crc32=recent_crc32, moved=moved
-        )
-    return DigestPass(_digests(manifest, rows, sums, wide=wide), sums.unread, done)
+        work = _Work(manifest, tiles, reads, _starts(manifest, tiles), store, summing, wide, n_workers)
+        paths = {manifest.files.paths[file] for file in distinct(reads.file).tolist()}
+        in_copies = can_share(store, paths, int(tiles.nbytes.sum()))
+        share_out(range(tiles.n_units), partial(_summer, work), take, n_workers=n_workers, in_copies=in_copies)
+    return DigestPass(_digests(manifest, rows, sums, wide=wide), sums.unread, sums.nbytes)
 
 
 def _planned(manifest: Manifest, rows: list[int], limits: PlanLimits, sums: _Sums) -> list[tuple[Tiles, Pieces]]:
@@ -140,74 +159,151 @@ def _places(manifest: Manifest) -> Int64Array:
     return places
 
 
-def _run(  # noqa: PLR0913 - what a thread needs
-    manifest: Manifest,
-    tiles: Tiles,
-    reads: Pieces,
-    store: Store,
-    sums: _Sums,
-    *,
-    wide: bool,
-    n_workers: int,
-    recent_crc32: RecentCrc32 | None,
-    moved: Callable[[int], None],
-) -> None:
-    """Read all tiles."""
-    shape = manifest.tensors.shape[tiles.tensor]
-    strides = contiguous_strides_columns(shape)
-    starts = ((tiles.offsets * strides).sum(axis=1) * manifest.tensors.bits[tiles.tensor] // 8).tolist()
-    local = threading.local()
-    lock = threading.Lock()
+def _starts(manifest: Manifest, tiles: Tiles) -> list[int]:
+    """First byte of each tile in its tensor."""
+    strides = contiguous_strides_columns(manifest.tensors.shape[tiles.tensor])
+    starts: list[int] = ((tiles.offsets * strides).sum(axis=1) * manifest.tensors.bits[tiles.tensor] // 8).tolist()
+    return starts
 
-    def work(unit: int) -> None:
-        reader: TileReader | None = getattr(local, "reader", None)
-        if reader is None:
-            reader = local.reader = TileReader(
-                manifest, tiles, reads, store, ahead_bytes=_AHEAD_BYTES // n_workers, n_workers=n_workers
-            )
-        first, last = tiles.unit_bounds[unit : unit + 2].tolist()
-        read = 0
-        with reader.ahead(range(first, last)):
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What there is to be summed."""
+
+    manifest: Manifest
+    tiles: Tiles
+    reads: Pieces
+    starts: list[int]
+    store: Store
+    summing: SummingStore | None
+    wide: bool
+    n_workers: int
+
+
+def _summer(work: _Work, is_copy: bool) -> Callable[[int], _Sums]:  # noqa: FBT001 - as `share_out` asks for it
+    return _Summer(work, is_copy=is_copy).unit
+
+
+class _Summer:
+    """Sums units of tiles, one at a time; for one thread.
+
+    In a copy of the process, what lies in a file as in its tensor is mapped.
+    """
+
+    def __init__(self, work: _Work, *, is_copy: bool) -> None:
+        self._work = work
+        self._tiles = work.tiles
+        self._starts = work.starts
+        self._is_copy = is_copy
+        self._reader = TileReader(
+            work.manifest, work.tiles, work.reads, work.store,
+            ahead_bytes=_AHEAD_BYTES // work.n_workers, n_workers=work.n_workers,
+        )  # fmt: skip
+
+    def unit(self, unit: int) -> _Sums:
+        """What is known of the tiles of a unit."""
+        first, last = self._tiles.unit_bounds[unit : unit + 2].tolist()
+        sums = _Sums()
+        windows = self._mapped(first, last) if self._is_copy and last > first else {}
+        with self._reader.ahead(range(first, last)):
             for tile in range(first, last):
-                row, nbytes = int(tiles.tensor[tile]), int(tiles.nbytes[tile])
-                read += nbytes
+                row = int(self._tiles.tensor[tile])
+                sums.nbytes += int(self._tiles.nbytes[tile])
                 if row in sums.unread:
                     continue
                 try:
-                    data = reader.read(tile).reshape(-1).view(np.uint8)
+                    if not (windows and self._look_at(tile, windows, sums)):
+                        self._read(tile, sums)
                 except CkptError as error:
                     sums.unread[row] = error
-                    continue
-                known = _known(manifest, reads, tile, recent_crc32)
-                if known is None:
-                    sums.rows.append((row, starts[tile], nbytes, crc32(data.data)))
-                else:
-                    sums.rows += [(row, starts[tile] + at, length, crc) for at, length, crc in known]
-                if wide:
-                    added = Part(lanes=wide_sums(data, starts[tile]))
-                    with lock:
-                        sums.lanes[row] = (Part(lanes=sums.lanes.get(row, (0, 0))) + added).lanes
-        moved(read)
+        if self._is_copy and self._work.summing is not None:
+            sums.stretches = self._work.summing.drained()
+        return sums
 
-    fetch_all(work, range(tiles.n_units), concurrency=n_workers)
+    def _mapped(self, first: int, last: int) -> dict[int, npt.NDArray[np.uint8]]:
+        """The bytes of the pieces of some tiles, those that can be mapped; neighbours of one file at once.
 
+        What lies between neighbours is summed for the file, since it is there.
+        """
+        reads, summing = self._work.reads, self._work.summing
+        rows = np.arange(reads.starts[first], reads.starts[last])
+        if not len(rows):
+            return {}
+        rows = rows[np.lexsort((reads.file_offset[rows], reads.file[rows]))]
+        file, start = reads.file[rows], reads.file_offset[rows]
+        stop = start + reads.length[rows]
+        is_next = (file[1:] == file[:-1]) & (start[1:] <= stop[:-1] + _LEAST_MAPPED_BYTES)
+        bounds = np.concatenate([[0], np.flatnonzero(~is_next) + 1, [len(rows)]])
+        found: dict[int, npt.NDArray[np.uint8]] = {}
+        for low, high in pairwise(bounds.tolist()):
+            begin, end = int(start[low]), int(stop[low:high].max(initial=0))
+            path = self._work.manifest.files.paths[file[low]]
+            window = mapped(self._work.store, path, begin, end) if end - begin >= _LEAST_MAPPED_BYTES else None
+            if window is None:
+                continue
+            reach = begin
+            for row, at, past in zip(*(column[low:high].tolist() for column in (rows, start, stop)), strict=True):
+                found[row] = window[at - begin : past - begin]
+                if at > reach and summing is not None:
+                    summing.note(path, reach, at - reach, crc32(window[reach - begin : at - begin].data))
+                reach = max(reach, past)
+        return found
 
-def _known(
-    manifest: Manifest, reads: Pieces, tile: int, recent_crc32: RecentCrc32 | None
-) -> list[tuple[int, int, int]] | None:
-    """(byte of the tile, length, CRC-32) of the runs that a tile was read in, where the store has taken all of them."""
-    if recent_crc32 is None:
-        return None
-    found: list[tuple[int, int, int]] = []
-    for row in range(int(reads.starts[tile]), int(reads.starts[tile + 1])):
-        if not (reads.is_contiguous[row] and reads.is_packed_in_tile[row]) or manifest.chunks.flags[reads.chunk[row]]:
+    def _look_at(self, tile: int, windows: Mapping[int, npt.NDArray[np.uint8]], sums: _Sums) -> bool:
+        """Sum the mapped pieces of a tile; False where one is not mapped, or has to be put into place first."""
+        pieces, reads = self._plain_pieces(tile), self._work.reads
+        rows = range(int(reads.starts[tile]), int(reads.starts[tile + 1]))
+        if pieces is None or any(each not in windows for each in rows):
+            return False
+        row, start = int(self._tiles.tensor[tile]), self._starts[tile]
+        for number, (at, path, offset, length) in zip(rows, pieces, strict=True):
+            crc = crc32(windows[number].data)
+            sums.rows.append((row, start + at, length, crc))
+            if self._work.summing is not None:
+                self._work.summing.note(path, offset, length, crc)
+            if self._work.wide:
+                sums.add_lanes(row, wide_sums(windows[number], start + at))
+        return True
+
+    def _read(self, tile: int, sums: _Sums) -> None:
+        """Read a tile and sum it, by the sums of its pieces where the store has taken them."""
+        row, start = int(self._tiles.tensor[tile]), self._starts[tile]
+        data = self._reader.read(tile).reshape(-1).view(np.uint8)
+        known = self._known(tile)
+        if known is None:
+            sums.rows.append((row, start, len(data), crc32(data.data)))
+        else:
+            sums.rows += [(row, start + at, length, crc) for at, length, crc in known]
+        if self._work.wide:
+            sums.add_lanes(row, wide_sums(data, start))
+
+    def _known(self, tile: int) -> list[tuple[int, int, int]] | None:
+        """(byte of the tile, length, CRC-32) of the runs that a tile was read in, if the store has summed them all."""
+        summing = self._work.summing
+        pieces = None if summing is None else self._plain_pieces(tile)
+        if pieces is None or summing is None:
             return None
-        length = int(reads.length[row])
-        crc = recent_crc32(manifest.files.paths[reads.file[row]], int(reads.file_offset[row]), length)
-        if crc is None:
-            return None
-        found.append((int(reads.tile_offset[row]), length, crc))
-    return found
+        found: list[tuple[int, int, int]] = []
+        for at, path, offset, length in pieces:
+            crc = summing.recent_crc32(path, offset, length)
+            if crc is None:
+                return None
+            found.append((at, length, crc))
+        return found
+
+    def _plain_pieces(self, tile: int) -> list[tuple[int, str, int, int]] | None:
+        """(byte of the tile, path, offset, length) of its pieces, None where one is not a run of both, as it is."""
+        reads, manifest = self._work.reads, self._work.manifest
+        found: list[tuple[int, str, int, int]] = []
+        for row in range(int(reads.starts[tile]), int(reads.starts[tile + 1])):
+            if (
+                not (reads.is_contiguous[row] and reads.is_packed_in_tile[row])
+                or manifest.chunks.flags[reads.chunk[row]]
+            ):
+                return None
+            path, length = manifest.files.paths[reads.file[row]], int(reads.length[row])
+            found.append((int(reads.tile_offset[row]), path, int(reads.file_offset[row]), length))
+        return found
 
 
 def _digests(manifest: Manifest, rows: Sequence[int], sums: _Sums, *, wide: bool) -> dict[int, ContentDigest]:

@@ -17,6 +17,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.summing import SummingStore
 
 __all__ = ["are_local", "mapped"]
 
@@ -25,7 +26,9 @@ _POPULATE_READ = 22
 
 
 def _holder(store: Store, path: str) -> Store:
-    return store.holder(path) if isinstance(store, Beside) else store
+    while isinstance(store, Beside | SummingStore):
+        store = store.holder(path)
+    return store
 
 
 def are_local(store: Store, paths: Iterable[str]) -> bool:

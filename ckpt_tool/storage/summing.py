@@ -44,23 +44,38 @@ class SummingStore:
     def read(self, path: str, offset: int, length: int) -> bytes:
         """As ``inner``, and summed."""
         data = self._inner.read(path, offset, length)
-        self._note(path, offset, length, crc32(data))
+        self.note(path, offset, length, crc32(data))
         return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """As ``inner``, and summed."""
         self._inner.read_into(path, offset, buffer)
-        self._note(path, offset, buffer.nbytes, crc32(buffer))
+        self.note(path, offset, buffer.nbytes, crc32(buffer))
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """As ``inner``, and summed."""
         found = self._inner.fetch(ranges)
         for r, data in zip(ranges, found, strict=True):
-            self._note(r.path, r.offset, r.length, crc32(data))
+            self.note(r.path, r.offset, r.length, crc32(data))
         return found
 
     def close(self) -> None:
         """Nothing."""
+
+    def holder(self, path: str) -> Store:  # noqa: ARG002 - the one that has it
+        """The store that has a file."""
+        return self._inner
+
+    def drained(self) -> list[tuple[str, int, int, int]]:
+        """Path, first byte, bytes and CRC-32 of each stretch, for another store's ``note``; here they are forgotten."""
+        with self._lock:
+            stretches = [
+                (path, first, stop - first, crc)
+                for path, ending in self._ending.items()
+                for first, stop, crc in ending.values()
+            ]
+            self._ending.clear()
+        return stretches
 
     def recent_crc32(self, path: str, offset: int, length: int) -> int | None:
         """The CRC-32 of a range, if it is one of the last that this thread read."""
@@ -86,7 +101,8 @@ class SummingStore:
             raise ValueError(f"ranges cover {at:,} of {nbytes:,} bytes")
         return value
 
-    def _note(self, path: str, offset: int, length: int, crc: int) -> None:
+    def note(self, path: str, offset: int, length: int, crc: int) -> None:
+        """That a range was read elsewhere, and its CRC-32."""
         if not length:
             return
         recent: dict[tuple[str, int, int], int] | None = getattr(self._local, "recent", None)

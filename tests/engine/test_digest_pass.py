@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_tool.engine import digest_pass
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
 from ckpt_tool.errors import CoverageError, StorageError
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.summing import SummingStore
@@ -22,9 +26,9 @@ from tests.synthetic import Synthetic, limits, make_source
 def taken(source: Synthetic, store: Store, *, n_workers: int = 1, wide: bool = False, tile: int = 64) -> DigestPass:
     """A pass over all tensors, with small tiles."""
     rows = range(len(source.manifest.tensors))
-    recent = store.recent_crc32 if isinstance(store, SummingStore) else None
+    summing = store if isinstance(store, SummingStore) else None
     return digest_tensors(
-        source.manifest, rows, store, limits=limits(tile), wide=wide, n_workers=n_workers, recent_crc32=recent
+        source.manifest, rows, store, limits=limits(tile), wide=wide, n_workers=n_workers, summing=summing
     )
 
 
@@ -38,6 +42,35 @@ def test_any_cut(data: st.DataObject, shape: tuple[int, ...], tile: int, n_worke
     assert plain.digests == summed.digests
     expected = {row: zlib.crc32(source.arrays[fqn].tobytes()) for row, fqn in enumerate(source.manifest.tensors.fqns)}
     assert {row: digest.crc32 for row, digest in plain.digests.items()} == expected
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_copies_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: bool) -> None:
+    """Copies that map the files find what threads find that read them, tensors and files, and what cannot be read."""
+    monkeypatch.setattr(digest_pass, "_LEAST_MAPPED_BYTES", 300)
+    arrays = {name: np.random.default_rng(2).integers(0, 1 << 16, (40, 30)).astype("<u2") for name in "abc"}
+    rows = [Box((0, 0), (25, 30)), Box((25, 0), (15, 30))]
+    columns = [Box((0, 0), (40, 7)), Box((0, 7), (40, 23))]
+    source = make_source(arrays, {"a": rows, "b": columns, "c": rows})
+    for path, data in source.files.items():
+        (tmp_path / path).write_bytes(data)
+    paths = sorted(source.files)
+    sums = []
+    for in_copies in (False, True):
+        monkeypatch.setattr(digest_pass, "can_share", lambda *_, answer=in_copies: answer)
+        store = SummingStore(LocalStore(str(tmp_path)))
+        found = taken(source, store, n_workers=2, wide=wide, tile=1000)
+        sums.append((found, [store.file_crc32(path, len(source.files[path])) for path in paths]))
+    assert sums[0] == sums[1]
+    assert sums[0][1] == [zlib.crc32(source.files[path]) for path in paths]
+    assert {digest.crc32 for digest in sums[0][0].digests.values()} == {
+        zlib.crc32(array.tobytes()) for array in arrays.values()
+    }
+    os.truncate(tmp_path / paths[0], 100)
+    damaged = taken(source, LocalStore(str(tmp_path)), n_workers=2, wide=wide, tile=1000)
+    assert damaged.unread
+    assert {type(error) for error in damaged.unread.values()} == {StorageError}
 
 
 def test_each_byte_once() -> None:
