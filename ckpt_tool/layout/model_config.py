@@ -97,6 +97,8 @@ class _Table:
     same: tuple[_Same, ...]
     models: Mapping[str, _Model]
     rope: tuple[RopeKind, ...]
+    none: tuple[str, ...]
+    """Arguments that no model has unless an entry of ``same`` is about it."""
 
 
 @cache
@@ -104,7 +106,7 @@ def _table() -> _Table:
     """Reads the package's own file, once."""
     text = Path(__file__).with_name("configs.toml").read_text(encoding="utf-8")
     document = tomllib.loads(text)
-    check_keys(document, {"same", "model", "rope"}, "configs.toml")
+    check_keys(document, {"same", "model", "rope", "none"}, "configs.toml")
     models: dict[str, _Model] = {}
     for entry in document["model"]:
         check_keys(entry, {"type", "architecture", "like", "arguments", "config"}, "configs.toml")
@@ -112,9 +114,8 @@ def _table() -> _Table:
         arguments = {**base.arguments, **entry.get("arguments", {})}
         config = entry.get("config", base.config)
         models[entry["type"]] = _Model(entry["type"], entry["architecture"], arguments, config)
-    return _Table(
-        tuple(_same(entry) for entry in document["same"]), models, rope_kinds(document["rope"], "configs.toml")
-    )
+    same = tuple(_same(entry) for entry in document["same"])
+    return _Table(same, models, rope_kinds(document["rope"], "configs.toml"), tuple(document["none"]))
 
 
 def _same(entry: Mapping[str, Any]) -> _Same:
@@ -263,8 +264,13 @@ def _against(args: Mapping[str, Any], model: _Model) -> list[str]:
     ignored = {"attention_dropout", "hidden_dropout", "add_position_embedding", "moe_router_load_balancing_type"}
     ignored |= {same.argument for same in _table().same if same.is_of(model.type)}
     ignored |= {name for kind in _table().rope if kind.fits_arguments(args) for name in kind.set}
-    return [
+    others = [
         f"args.{name} is {args[name]!r}, {model.type} has {value!r}"
         for name, value in model.arguments.items()
         if name not in ignored and args.get(name) is not None and args[name] != value
+    ]
+    return others + [
+        f"args.{name} is {args[name]!r}, {model.type} has none"
+        for name in _table().none
+        if name not in ignored and args.get(name)
     ]

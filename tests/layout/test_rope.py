@@ -114,6 +114,20 @@ def test_arguments_that_do_not_suffice() -> None:
     assert "the checkpoint does not tell args.rotary_scaling_factor" in found.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("no_rope_freq", [0, 1]), ("window_size", [63, 0]), ("mrope_section", [1, 1]), ("squared_relu", True),
+     ("position_embedding_type", "learned_absolute"), ("softmax_type", "off-by-one")],
+)  # fmt: skip
+def test_a_run_that_computes_something_else_has_no_config(argument: str, value: object) -> None:
+    """What a config of the type has no word for is named, and none is made that would have other logits."""
+    args = arguments_of(CONFIG, "config.json").values
+    assert config_of({**args, "no_rope_freq": None, "squared_relu": False}, ["llama"], n_tokens=None).values
+    found = config_of({**args, argument: value}, ["llama"], n_tokens=None)
+    assert not found.values
+    assert f"args.{argument} is {value!r}" in found.notes[0]
+
+
 def test_rules_without_a_type() -> None:
     """They are data, and checked."""
     with pytest.raises(LayoutError, match="needs a type"):
