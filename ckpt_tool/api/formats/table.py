@@ -221,6 +221,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 pipeline="deepspeed/ds_pp2_dp2_z1/ckpt",
                 AutoTP="deepspeed/ds_autotp2_z3/ckpt",
             ),
+            Proof("reads", "DeepSpeed 0.19.8", "AutoEP at ZeRO 1 and 2", "tests/consumers/test_deepspeed_autoep.py"),
             Proof(
                 "writes for",
                 "DeepSpeed 0.19.8",

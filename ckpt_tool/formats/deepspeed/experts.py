@@ -1,5 +1,6 @@
 """Names of experts: ``...deepspeed_experts.<number>...``, counted over all ranks in file names, per rank in optimizers.
 
+Those that AutoEP has placed are called ``...experts.w1.<number>``.
 Expert-parallel rank ``e`` of a layer with ``n`` experts on each rank has those from ``e * n`` on (``moe/layer.py``).
 """
 
@@ -8,14 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["expert_of", "global_names", "is_expert", "local_names"]
+__all__ = ["expert_of", "global_names", "is_expert", "is_packed", "local_names"]
 
 _EXPERT = re.compile(r"(?P<prefix>.*deepspeed_experts\.)(?P<number>[0-9]+)(?P<rest>\..*)")
+_PACKED = re.compile(r"(?P<prefix>(?:.*\.)?experts\.w[123]\.)(?P<number>[0-9]+)(?P<rest>)")
 
 
 def is_expert(name: str) -> bool:
     """Whether a parameter is one of an expert's."""
     return expert_of(name) is not None
+
+
+def is_packed(name: str) -> bool:
+    """Whether it is an expert's part of a tensor in which AutoEP has those of several."""
+    return "experts.w" in name and _PACKED.fullmatch(name) is not None
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
@@ -24,7 +31,9 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
     >>> expert_of("moe.deepspeed_moe.experts.deepspeed_experts.3.up.weight")
     ('moe.deepspeed_moe.experts.deepspeed_experts.', 3, '.up.weight')
     """
-    match = _EXPERT.fullmatch(name) if "deepspeed_experts." in name else None
+    if "experts." not in name:
+        return None
+    match = _EXPERT.fullmatch(name) or _PACKED.fullmatch(name)
     return None if match is None else (match["prefix"], int(match["number"]), match["rest"])
 
 

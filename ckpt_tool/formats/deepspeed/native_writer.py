@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._torch_file.written import check_dtypes
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
+from ckpt_tool.formats.deepspeed.autoep import check_not_packed
 from ckpt_tool.formats.deepspeed.names import LATEST
 from ckpt_tool.formats.deepspeed.target_facts import step_of
 from ckpt_tool.formats.deepspeed.target_files import TargetFiles
@@ -58,11 +59,12 @@ class DeepSpeedWriter:
 
         Raises:
             UsageError: the stage is not known.
-            Unsupported: axes that its files do not have.
+            Unsupported: axes that its files do not have; experts that AutoEP has placed.
             LayoutError: at stage 3, whether a weight is a buffer is not known; shards of the source are not joined.
         """
         Grid.of(mesh)
         _check_joined(source)
+        check_not_packed(source, blobs)
         stage = options.zero_stage or source.info.get("zero_stage") or 0
         if stage not in (1, 2, 3):
             raise UsageError("the ZeRO stage of the target is not known", hint="say --zero-stage 1, 2 or 3")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.deepspeed.autoep import apart, packed_experts, paddings_apart
 from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, TagFiles
 from ckpt_tool.records import dataclass
 
@@ -147,8 +149,9 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
     layers = list(zip(files.layers, open_torch_files(source, [f.path for f in files.layers]), strict=True))
     experts = list(zip(files.experts, open_torch_files(source, [f.path for f in files.experts]), strict=True))
     root = models[0].root
-    if root.get("ds_autoep_layers"):
-        raise Unsupported("experts placed by AutoEP, whose layout is not read yet", where=models[0].file.path)
+    packed = packed_experts(root, models[0].file.path)
+    if packed:
+        models, optims = _experts_apart(models, optims, packed)
     mp_world_size = max(_count(root, "mp_world_size"), 1 + max(files.mp_ranks))
     counts = [count for state in optims for count in state.partition_count]
     dp_world_size = max([_count(root, "dp_world_size"), 1 + max((f.dp for f in files.optims), default=0), *counts])
@@ -167,6 +170,31 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
         universal_info=info,
         universal_info_in=info_in,
     )
+
+
+def _experts_apart(
+    models: Sequence[ModelState], optims: Sequence[OptimState], packed: Mapping[str, int]
+) -> tuple[list[ModelState], list[OptimState]]:
+    """The states with each expert's part of a tensor of several as a parameter."""
+    names = [list(group) for group in models[0].groups or ()]
+    parted = [
+        replace(model, groups=tuple(apart(group, packed, model.file.path) for group in model.groups))
+        if model.groups is not None
+        else model
+        for model in models
+    ]
+    padded = [
+        replace(
+            state,
+            paddings=tuple(
+                paddings_apart(padding, own, packed) for padding, own in zip(state.paddings, names, strict=False)
+            ),
+        )
+        if state.paddings
+        else state
+        for state in optims
+    ]
+    return parted, padded
 
 
 def _check_ranks(optims: Sequence[OptimState]) -> None:

@@ -23,12 +23,13 @@ from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build, optimizer_values, state_name, weight_name
+from ckpt_tool.formats.deepspeed.experts import is_packed
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
 from ckpt_tool.formats.deepspeed.findings import checkpoint_findings
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import Weights, weights_of
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files
-from ckpt_tool.formats.deepspeed.opened import Checkpoint, mapping, number_of, open_checkpoint
+from ckpt_tool.formats.deepspeed.opened import Checkpoint, ModelState, mapping, number_of, open_checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.geometry.runs import contiguous_strides
@@ -74,6 +75,7 @@ class UniversalReader(TorchFilesReader):
         """
         located = _located(source)
         found = open_checkpoint(source, replace(tag_files(source.listing.sizes, located.folder), optims=()))
+        found = replace(found, models=tuple(map(_without_packed, found.models)))
         weights = weights_of(found)
         placement = placement_of(found, weights)
         if placement.rules is None and found.tp_world_size > 1:  # shards that nothing joins: masters are whole
@@ -133,6 +135,14 @@ def _state_files(paths: Mapping[str, int], folder: str) -> dict[str, dict[str, s
         if name and file.endswith(".pt"):
             found.setdefault(name, {})[file.removesuffix(".pt")] = path
     return {name: own for name, own in found.items() if MASTER in own}
+
+
+def _without_packed(model: ModelState) -> ModelState:
+    """Without one rank's experts, whose tensors hold those of all ranks here."""
+    if not any(is_packed(name) for group in model.groups or () for name in group):
+        return model
+    groups = ({name: shape for name, shape in group.items() if not is_packed(name)} for group in model.groups or ())
+    return replace(model, groups=tuple(groups))
 
 
 @dataclass

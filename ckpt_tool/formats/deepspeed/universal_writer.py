@@ -23,6 +23,7 @@ from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, check_dtypes, fresh_tensor
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest, WriterOptions
+from ckpt_tool.formats.deepspeed.autoep import check_not_packed
 from ckpt_tool.formats.deepspeed.names import LATEST_UNIVERSAL
 from ckpt_tool.formats.deepspeed.target_facts import (
     UNIVERSAL_INFO,
@@ -62,8 +63,13 @@ class UniversalWriter:
     def arranged(
         self, source: Manifest, blobs: Sequence[Blob], mesh: Mapping[str, int], options: WriterOptions
     ) -> Manifest:
-        """What is stored under another name already is not stored again: stage 3's weights, which are the masters."""
+        """What is stored under another name already is not stored again: stage 3's weights, which are the masters.
+
+        Raises:
+            Unsupported: experts that AutoEP has placed.
+        """
         del mesh, options
+        check_not_packed(source, blobs)
         state = TargetState.of(source.tensors, blobs, source.info)
         gone = second_names(source, state) | own_masters(source, state) | set(state.lent.values())
         found = with_masters_apart(source, state)

@@ -169,7 +169,6 @@ def test_weights_without_optimizer() -> None:
     ("files", "match"),
     [
         ({f"{FOLDER}offloaded_tensors/rank0/a.swp": b"x"}, "offloaded to NVMe"),
-        (changed(stage2(WEIGHTS, GROUPS), MODEL, setting("ds_autoep_layers", value=[{"a": 1}])), "AutoEP"),
         (changed(stage2(WEIGHTS, GROUPS), MODEL, setting("param_shapes", value=None)), "no param_shapes"),
         ({OPTIM: saved({STATE: {"fp32_groups": []}})}, "no partitions of ZeRO"),
     ],
