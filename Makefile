@@ -53,7 +53,7 @@ $(DEEPSPEED):
 	DS_BUILD_OPS=0 $(DEEPSPEED) -m pip install --quiet deepspeed==0.19.8 accelerate safetensors transformers
 
 test-deepspeed: $(INSTALLED) $(if $(CKPT_PEER_DEEPSPEED),,$(DEEPSPEED))
-	CKPT_PEER_DEEPSPEED=$(or $(CKPT_PEER_DEEPSPEED),$(CURDIR)/$(DEEPSPEED)) $(BIN)/pytest -m peer tests/consumers/test_deepspeed.py tests/consumers/test_deepspeed_autoep.py
+	CKPT_PEER_DEEPSPEED=$(or $(CKPT_PEER_DEEPSPEED),$(CURDIR)/$(DEEPSPEED)) $(BIN)/pytest -m peer tests/consumers/test_deepspeed*.py
 
 # The wheel of megatron-core asks for a newer Python and for packages that need a GPU; the tests need neither.
 PEERS := $(VENV)-megatron
@@ -89,7 +89,7 @@ test-orbax: $(INSTALLED) $(if $(CKPT_PEER_ORBAX),,$(ORBAX))
 # test-megatron, for it takes an hour.
 PEER_TESTS = $(strip \
   $(if $(CKPT_PEER_BYTECHECKPOINT),tests/consumers/test_bytecheckpoint.py) \
-  $(if $(CKPT_PEER_DEEPSPEED),tests/consumers/test_deepspeed.py tests/consumers/test_deepspeed_autoep.py) \
+  $(if $(CKPT_PEER_DEEPSPEED),tests/consumers/test_deepspeed*.py) \
   $(if $(CKPT_PEER_GGUF),tests/formats/gguf/test_writer.py) \
   $(if $(CKPT_PEER_LIGHTNING),tests/consumers/test_lightning.py) \
   $(if $(CKPT_PEER_MEGATRON),tests/consumers/test_megatron_live.py) \

@@ -228,6 +228,12 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 "load_checkpoint at ZeRO 1 to 3 on other ranks, in other stages, with experts shared otherwise",
                 "tests/consumers/test_deepspeed.py",
             ),
+            Proof(
+                "writes for",
+                "DeepSpeed 0.19.8",
+                "load_checkpoint with fewer ranks of AutoTP",
+                "tests/consumers/test_deepspeed_tp.py",
+            ),
         ),
     ),
     "deepspeed-universal": (

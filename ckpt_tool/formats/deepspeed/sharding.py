@@ -16,7 +16,7 @@ from ckpt_tool.formats.deepspeed.patterns import Patterns
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass, field
 
-__all__ = ["Cut", "Join", "Rules", "identity"]
+__all__ = ["Cut", "Join", "Rules", "Shape", "identity", "ints", "pieces"]
 
 Shape = tuple[int, ...]
 
@@ -266,7 +266,7 @@ def _concatenated(shards: Mapping[int, Shape], dim: int, own: Mapping[int, Seque
 
 
 def _affine(entry: Mapping[str, Any], shards: Mapping[int, Shape]) -> Join:
-    shape = _ints(entry.get("logical_shape"), "logical_shape")
+    shape = ints(entry.get("logical_shape"), "logical_shape")
     ranks = entry.get("ranks")
     if not isinstance(ranks, Mapping):
         raise FormatError("an affine map without ranks")
@@ -275,39 +275,46 @@ def _affine(entry: Mapping[str, Any], shards: Mapping[int, Shape]) -> Join:
     taken: set[Box] = set()
     for rank, shard in shards.items():
         own = by_rank.get(rank)
-        if not isinstance(own, Mapping) or _ints(own.get("shard_shape"), "shard_shape") != shard:
+        if not isinstance(own, Mapping) or ints(own.get("shard_shape"), "shard_shape") != shard:
             raise FormatError(
                 f"the affine map does not describe the shard {list(shard)} of tensor-parallel rank {rank}"
             )
-        found = _pieces(own, shard, shape)
+        found = pieces(own, shard, shape)
         pairs[rank] = tuple(pair for pair in found if pair.whole not in taken)
         taken |= {pair.whole for pair in found}
     return Join(shape, pairs, "affine map")
 
 
 def _affine_cuts(entry: Mapping[str, Any], name: str, world_size: int) -> dict[int, Cut]:
-    shape = _ints(entry.get("logical_shape"), "logical_shape")
+    shape = ints(entry.get("logical_shape"), "logical_shape")
     ranks = entry.get("ranks")
     by_rank = {int(rank): value for rank, value in ranks.items()} if isinstance(ranks, Mapping) else {}
     if sorted(by_rank) != list(range(world_size)):
         raise LayoutError(
             f"the affine map says how {len(by_rank):,} tensor-parallel ranks share it, not how {world_size:,} would",
             where=name,
-            hint=f"keep --tp {len(by_rank)}, or write --to deepspeed-universal, which a run cuts for itself",
+            hint=f"choose --tp {len(by_rank)}, or a divisor of it where ranks have equal shares, or write "
+            "--to deepspeed-universal, which a run cuts for itself",
         )
     found = {}
     for rank, own in by_rank.items():
-        shard = _ints(own.get("shard_shape"), "shard_shape")
-        found[rank] = Cut(shard, tuple(_pieces(own, shard, shape)))
+        shard = ints(own.get("shard_shape"), "shard_shape")
+        found[rank] = Cut(shard, tuple(pieces(own, shard, shape)))
     return found
 
 
-def _pieces(own: Mapping[str, Any], shard: Shape, shape: Shape) -> list[Pair]:
+def pieces(own: Mapping[str, Any], shard: Shape, shape: Shape) -> list[Pair]:
+    """What one rank of an affine map has of a tensor.
+
+    Raises:
+        FormatError: a piece that is none.
+        Unsupported: one that is more than a copy of boxes.
+    """
     found: list[Pair] = []
     for piece in own.get("pieces") or ():
         if piece.get("scale", 1.0) != 1.0:
             raise Unsupported(f"a piece is scaled by {piece['scale']}: only copies are read here")
-        sizes = _ints(piece.get("shape"), "shape of a piece")
+        sizes = ints(piece.get("shape"), "shape of a piece")
         found += box_pairs(sizes, _view(piece.get("dest"), shard), _view(piece.get("source"), shape))
     return found
 
@@ -315,11 +322,16 @@ def _pieces(own: Mapping[str, Any], shard: Shape, shape: Shape) -> list[Pair]:
 def _view(value: object, of_shape: Shape) -> View:
     if not isinstance(value, (list, tuple)) or len(value) != 2 or type(value[0]) is not int:
         raise FormatError("a piece of the affine map has no offset and strides")
-    strides = _ints(value[1], "strides of a piece")
+    strides = ints(value[1], "strides of a piece")
     return View(value[0], strides, of_shape)
 
 
-def _ints(value: object, what: str) -> tuple[int, ...]:
+def ints(value: object, what: str) -> tuple[int, ...]:
+    """``value``, numbers of an affine map.
+
+    Raises:
+        FormatError: it is no list of numbers.
+    """
     if not isinstance(value, (list, tuple)) or any(type(n) is not int or n < 0 for n in value):
         raise FormatError(f"{what} in the affine map: expected a list of numbers, got {value!r:.80}")
     return tuple(value)

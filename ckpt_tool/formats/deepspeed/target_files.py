@@ -18,6 +18,7 @@ from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, fresh_tensor
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.deepspeed.experts import expert_of, is_expert
+from ckpt_tool.formats.deepspeed.fewer_ranks import for_ranks
 from ckpt_tool.formats.deepspeed.target_facts import (
     UNIVERSAL_INFO,
     UNIVERSAL_VERSION,
@@ -186,9 +187,10 @@ class TargetFiles:
         return [by_group[number] for number in range(len(own.groups)) if number in by_group]
 
     def _record(self) -> dict[str, Any]:
-        """How shards join, as far as that is the same for the target's ranks."""
-        known = record_of(self._parts.state.model) if self._parts.grid.tp > 1 else None
-        return {UNIVERSAL_VERSION_KEY: UNIVERSAL_VERSION, **(known or {})}
+        """How shards join, as the target's ranks have them."""
+        n_ranks = self._parts.grid.tp
+        known = record_of(self._parts.state.model) if n_ranks > 1 else None
+        return {UNIVERSAL_VERSION_KEY: UNIVERSAL_VERSION, **for_ranks(known or {}, n_ranks)}
 
     def _written(self, kind: str, mp: int, path: str, root: Any, contents: _Contents) -> WrittenFile:
         """A file; at stage 3 those of all data-parallel ranks have one object, which is pickled once."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.deepspeed.affine import Pair
+from ckpt_tool.formats.deepspeed.fewer_ranks import for_ranks
 from ckpt_tool.formats.deepspeed.opened import INFO_KEY
 from ckpt_tool.formats.deepspeed.sharding import Cut, Rules
 from ckpt_tool.formats.deepspeed.target_grid import Grid
@@ -127,7 +128,7 @@ class _Cutter:
                 "universal_checkpoint_info does in files of DeepSpeed's AutoTP and of Megatron-DeepSpeed",
                 hint="leave out --tp, or write --to deepspeed-universal, which a run cuts for itself",
             )
-        rules = None if record is None or world_size == 1 else Rules.parse(record, INFO_KEY)
+        rules = None if record is None or world_size == 1 else Rules.parse(for_ranks(record, world_size), INFO_KEY)
         shared = info.get("shared", {})
         return cls(world_size, rules, frozenset(info.get("buffers", ())), shared, info.get("padded_rows", {}))
 
