@@ -30,11 +30,16 @@ class HostMemory:
 
 
 class TensorMemory:
-    """Memory of a device: elements go there by a copy that has ended when ``put`` returns."""
+    """Memory of a device: elements go there by a copy that has ended when ``put`` returns.
+
+    Made by the thread that trains, whose stream has done by then what it was told: other threads may call ``put``.
+    """
 
     array: npt.NDArray[Any] | None = None
 
     def __init__(self, view: torch.Tensor) -> None:
+        if view.is_cuda:
+            torch.cuda.current_stream(view.device).synchronize()
         self._bits = view.view(_BY_WIDTH[view.element_size()])
 
     def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:

@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node=2 slowed_job.py FOLDER MEGABYTES ROUNDS: how much longer a loop takes beside a save.
+"""torchrun --nproc_per_node=2 slowed_job.py FOLDER MEGABYTES ROUNDS [LOOP ...]: how much a save slows a loop down.
 
 Two loops of some seconds, one of Python alone and one of matrix products, each by itself, with one save of torch's
 ``async_save`` begun at its start, and with one of ours; in turns. Rank 0 prints a JSON line for each pair: seconds of
@@ -66,8 +66,8 @@ def measured(begin: Callable[[], Any], step: Callable[[], None], n: int) -> tupl
     return slowest(took), slowest(called)
 
 
-def main(folder: str, megabytes: float, n_rounds: int) -> None:
-    """All loops with all ways, in turns."""
+def main(folder: str, megabytes: float, n_rounds: int, loops: list[str]) -> None:
+    """Loops with all ways, in turns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     state = build(init_device_mesh("cpu", (dist.get_world_size(),)), megabytes)
@@ -77,7 +77,8 @@ def main(folder: str, megabytes: float, n_rounds: int) -> None:
         "dcp_async": lambda: dcp.async_save(state, checkpoint_id=f"{folder}/dcp", process_group=group).result,
         "ours": lambda: ckpt_tool.save(state, f"{folder}/ours").wait,
     }
-    for name, step in LOOPS.items():
+    for name in loops:
+        step = LOOPS[name]
         n = n_steps(step)
         seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for number in range(n_rounds + 2):  # ours needs two to have both arenas
@@ -94,4 +95,4 @@ def main(folder: str, megabytes: float, n_rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or list(LOOPS))

@@ -1,6 +1,6 @@
 """Staging copies what a rank holds into an arena, in one fused call, each tensor in the order of its own memory.
 
-On a CUDA device the copies run on a stream of their own into pinned memory, and ``wait`` waits for them.
+On CUDA devices the copies run on streams of their own into pinned memory, and ``wait`` waits for them.
 """
 
 from __future__ import annotations
@@ -104,40 +104,55 @@ class Stager:
             strides = structure.strides.get(row)
             self._rows.append(row)
             self._targets.append(flat.view(source.shape) if strides is None else flat.as_strided(source.shape, strides))
-        self._before: Any = None
-        self._event: Any = None
+        self._before: dict[torch.device, Any] = {}
+        self._events: list[Any] = []
         self._held: list[torch.Tensor] = []
 
     def begin(self, views: Sequence[torch.Tensor]) -> None:
-        """Note what the device has been told so far; called by the thread that trains, right before ``start``."""
-        device = next((view.device for view in views if view.is_cuda), None)
-        self._before = None if device is None else torch.cuda.current_stream(device).record_event()
+        """Note what devices have been told so far; called by the thread that trains, right before ``start``."""
+        devices = {view.device for view in views if view.is_cuda}
+        self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def start(self, views: Sequence[torch.Tensor]) -> None:
-        """Copy ``views``, one per box of the structure; on a CUDA device the copies are only begun."""
+        """Copy ``views``, one per box of the structure; on CUDA devices the copies are only begun."""
         if not self._rows:
             return
-        sources = [views[row] for row in self._rows]
-        sources = [source if source.dtype in _COPIED and not source.is_conj() else _bits(source) for source in sources]
+        pairs: dict[torch.device | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for row, target in zip(self._rows, self._targets, strict=True):
+            targets, sources = pairs.setdefault(views[row].device if views[row].is_cuda else None, ([], []))
+            targets.append(target)
+            sources.append(views[row])
         with torch.no_grad():
-            if not any(source.is_cuda for source in sources):
-                torch._foreach_copy_(self._targets, sources)
-                return
-            device = next(source.device for source in sources if source.is_cuda)
-            stream = torch.cuda.Stream(device)
-            if self._before is not None:
-                stream.wait_event(self._before)
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                torch._foreach_copy_(self._targets, sources, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record(stream)
-            self._held = sources  # their memory is not to be used again before the copies end
+            for device, (targets, sources) in pairs.items():
+                if device is not None:
+                    self._start_on(device, targets, sources)
+            if None in pairs:  # last: devices copy meanwhile
+                targets, sources = pairs[None]
+                torch._foreach_copy_(targets, _plain(sources))
+
+    def _start_on(self, device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Begin the copies from one device, behind all that its stream had been told before."""
+        stream = torch.cuda.Stream(device)
+        if device in self._before:
+            stream.wait_event(self._before[device])
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            sources = _plain(sources)  # here, for what is conjugated is so by a kernel of this stream
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._events.append(event)
+        self._held += sources  # their memory is not to be used again before the copies end
 
     def wait(self) -> None:
         """Return when the copies are there."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event, self._held = None, []
+        for event in self._events:
+            event.synchronize()
+        self._events, self._held = [], []
+
+
+def _plain(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that every copy kernel knows, of the same bits."""
+    return [source if source.dtype in _COPIED and not source.is_conj() else _bits(source) for source in sources]
 
 
 def _bits(source: torch.Tensor) -> torch.Tensor:

@@ -102,16 +102,16 @@ class Work:
             self._target.discard()
 
     def hurry(self) -> None:
-        """Somebody waits: write at the priority of other work, where the system allows to go back to it."""
+        """Somebody waits: write as this process was started, where the system allows to go back to it."""
         self._is_urgent = True
         if self._thread_id:
-            _set_policy(self._thread_id, "SCHED_OTHER")
+            _schedule(self._thread_id, *_USUAL)
 
     def _lower_priority(self) -> None:
         """Leave the processors to training while nobody waits."""
         if not self._is_urgent:
             self._thread_id = threading.get_native_id()
-            _set_policy(self._thread_id, "SCHED_IDLE")
+            _schedule(self._thread_id, getattr(os, "SCHED_IDLE", None), 0)
 
     @cached_property
     def _target(self) -> SharedTarget:
@@ -141,8 +141,18 @@ class Work:
         return operations
 
 
-def _set_policy(thread_id: int, policy: str) -> None:
+def _schedule(thread_id: int, policy: int | None, priority: int) -> None:
     """Schedule a thread otherwise, where the system has such a policy and allows it."""
-    if hasattr(os, policy):
+    if policy is not None:
         with suppress(OSError):
-            os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
+            os.sched_setscheduler(thread_id, policy, os.sched_param(priority))
+
+
+def _usual() -> tuple[int | None, int]:
+    """Policy and priority of this process, which are those of its rank."""
+    if not hasattr(os, "sched_getscheduler"):
+        return None, 0
+    return os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
+
+
+_USUAL = _usual()
