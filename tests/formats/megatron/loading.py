@@ -34,4 +34,7 @@ def save(launcher: Path, root: Path, n_ranks: int, run: str) -> None:
 def _run(launcher: Path, n_ranks: int, words: str) -> subprocess.CompletedProcess[str]:
     command = [os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(n_ranks), "mk.py", *words.split()]
     environment = {**os.environ, "MCORE": "0.19.2"}
-    return subprocess.run(command, cwd=launcher, env=environment, capture_output=True, text=True, check=False)
+    while True:
+        done = subprocess.run(command, cwd=launcher, env=environment, capture_output=True, text=True, check=False)
+        if "EADDRINUSE" not in done.stderr:  # the launcher's port was free when it chose it
+            return done
