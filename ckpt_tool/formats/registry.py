@@ -63,6 +63,16 @@ _READERS: tuple[tuple[str, str, str], ...] = (
 _ALIASES = {"torch": "torch-save", "megatron": "megatron-dist"}
 _TOGETHER = {"safetensors": "rank-files"}
 """Which of its formats a library's name means where ranks write together."""
+_TO_TRANSFORMERS = "ckpt export SRC DIR --to safetensors writes weights as transformers loads them"
+_INSTEAD = {
+    "hf": _TO_TRANSFORMERS,
+    "huggingface": _TO_TRANSFORMERS,
+    "transformers": _TO_TRANSFORMERS,
+    "trainer": f"{_TO_TRANSFORMERS}; a Trainer numbers the states of its optimizer in an order that only its run "
+    "knows, so they are not written",
+    "accelerate": "its folders pytorch_model_fsdp_0 and optimizer_0 are checkpoints each: write them --to dcp",
+}
+"""What to say of programs whose folders are made of formats that are written."""
 _WRITERS = {
     "dcp": ("ckpt_tool.formats.dcp.writer", "WRITER"),
     "safetensors": ("ckpt_tool.formats.safetensors.writer", "WRITER"),
@@ -124,7 +134,8 @@ def writer(name: str) -> Writer:
     """
     place = _WRITERS.get(_ALIASES.get(name, name))
     if place is None:
-        raise UsageError(f"{name!r} is no format that can be written", hint="one of: " + " ".join(_WRITERS))
+        hint = _INSTEAD.get(name.lower(), "one of: " + " ".join(_WRITERS))
+        raise UsageError(f"{name!r} is no format that can be written", hint=hint)
     found: Writer = getattr(import_module(place[0]), place[1])
     return found
 
