@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Figure", "Row", "interleaved", "report"]
+__all__ = ["Figure", "Row", "beyond_start", "interleaved", "report"]
 
 RESULTS = Path("bench-results")
 
@@ -66,6 +66,17 @@ def interleaved(rows: Sequence[Row], *, n_rounds: int) -> list[Figure]:
         Figure(name, min(times), statistics.median(times), max(times), max(peaks[name]), statistics.median(cpu[name]))
         for name, times in seconds.items()
     ]
+
+
+def beyond_start(figure: Figure, start: Figure) -> Figure:
+    """What a command takes beyond one that only starts and reads metadata: minima, medians, maxima less those."""
+    return Figure(
+        figure.name.replace("ckpt verify", "net:"),
+        figure.min_s - start.min_s,
+        figure.median_s - start.median_s,
+        figure.max_s - start.max_s,
+        figure.peak_mb,
+    )
 
 
 def _run(row: Row, *, is_sampled: bool) -> tuple[float, float, float]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.bench.measure import Row, interleaved, report
+from tests.bench.measure import Row, beyond_start, interleaved, report
 
 pytestmark = pytest.mark.bench
 
@@ -24,6 +25,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 DCP_TO_TORCH = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
 
 
+READS_ALL = ("ckpt verify --full", "ckpt verify --write", "ckpt verify --manifest")
 WITHOUT_ISAL = "import sys; sys.modules['isal'] = None; from ckpt_tool.cli.app import main; sys.exit(main())"
 
 
@@ -102,21 +104,50 @@ def test_start_up() -> None:
 
 
 def test_verify_speed(folder: Path) -> None:
-    """Checking every byte beside reading every byte.
+    """Checking every byte beside reading every byte, by `cat` on one core and on two.
 
-    All rows are whole processes; what a command needs to start and to read metadata is the row of `verify --quick`, so
-    that the speed of the pass itself is what the others take beyond it.
+    Rows of commands are whole processes; those called net are without what `verify --quick` takes to start and to read
+    the metadata.
     """
-    source = str(folder / "source")
-    rows = [
-        Row("cat all files", ["sh", "-c", f"ls {source}/*.distcp | xargs -P 2 -n 2 cat > /dev/null"]),
-        Row("ckpt verify --quick", [*CKPT, "verify", source, "--quick"]),
-        Row("ckpt verify", [*CKPT, "verify", source]),
-        Row("ckpt verify --full", [*CKPT, "verify", source, "--full"]),
-        Row("ckpt verify --full, zlib", [sys.executable, "-c", WITHOUT_ISAL, "verify", source, "--full"]),
-        Row("ckpt verify --write-manifest", [*CKPT, "verify", source, "--write-manifest", str(folder / "m.json")]),
+    source = folder / "source"
+    for name, words in (("rank", ("--tp", "4", "--to", "rank-files")), ("safetensors", ("--to", "safetensors"))):
+        argv = [*CKPT, "reshard", str(source), str(folder / name), *words, "--no-digest", "--no-fsync"]
+        subprocess.run(argv, check=True, capture_output=True)
+    written = [
+        Row("ckpt verify", [*CKPT, "verify", str(source)]),
+        Row("ckpt verify --full, 1 worker", [*CKPT, "verify", str(source), "--full", "--workers", "1"]),
+        Row("ckpt verify --full, zlib", [sys.executable, "-c", WITHOUT_ISAL, "verify", str(source), "--full"]),
+        Row("ckpt verify --write-manifest", [*CKPT, "verify", str(source), "--write-manifest", str(folder / "m.json")]),
+        Row("ckpt verify --manifest", [*CKPT, "verify", str(source), "--manifest", str(folder / "m.json")]),
     ]
-    report(f"verify: {GIGABYTES} GB", interleaved(rows, n_rounds=ROUNDS), peer="cat all files")
+    for kind, others in (("source", written), ("rank", []), ("safetensors", [])):
+        _report_verify(kind, folder / kind, others)
+
+
+def _report_verify(kind: str, checkpoint: Path, others: Sequence[Row]) -> None:
+    rows = [
+        Row("cat, 2 cores", ["sh", "-c", _cats(checkpoint)]),
+        Row("cat, 1 core", ["sh", "-c", f"cat {checkpoint}/* > /dev/null"]),
+        Row("ckpt verify --quick", [*CKPT, "verify", str(checkpoint), "--quick"]),
+        Row("ckpt verify --full", [*CKPT, "verify", str(checkpoint), "--full"]),
+        *others,
+    ]
+    figures = interleaved(rows, n_rounds=max(ROUNDS, 7))
+    quick = next(figure for figure in figures if figure.name == "ckpt verify --quick")
+    beyond = [beyond_start(figure, quick) for figure in figures if figure.name.startswith(READS_ALL)]
+    report(f"verify-{kind}: {GIGABYTES} GB", [*figures, *beyond], peer="cat, 2 cores")
+
+
+def _cats(checkpoint: Path) -> str:
+    """Both halves of all large files at once."""
+    files = sorted(path for path in checkpoint.iterdir() if path.stat().st_size > 1 << 20)
+    if len(files) > 1:
+        halves = [files[: len(files) // 2], files[len(files) // 2 :]]
+        parts = [f"cat {' '.join(map(str, half))}" for half in halves]
+    else:
+        half = (files[0].stat().st_size >> 21) + 1
+        parts = [f"dd if={files[0]} bs=1M {words} status=none" for words in (f"count={half}", f"skip={half}")]
+    return " & ".join(f"{part} > /dev/null" for part in parts) + "; wait"
 
 
 def test_diff_against_cmp(folder: Path) -> None:
