@@ -25,7 +25,7 @@ from ckpt_tool.storage.store import Store
 __all__ = ["BlockVisitor", "Blocks", "Clip", "cut_blocks", "stream_blocks"]
 
 _ALIGNMENT = 16  # widest element; blocks are cut between elements of the span that they cut
-_STRETCH_BYTES = 16 << 20
+_STRETCH_BYTES = 32 << 20
 """So much of a file one worker reads in a row: forwards, and long enough for what a mapping costs."""
 
 Seen = TypeVar("Seen")

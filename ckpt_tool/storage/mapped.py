@@ -39,7 +39,8 @@ def are_local(store: Store, paths: Iterable[str]) -> bool:
 def mapped(store: Store, path: str, start: int, stop: int) -> npt.NDArray[np.uint8] | None:
     """The bytes ``[start, stop)`` of a local file, mapped for as long as a view of them is in use.
 
-    None where they cannot be mapped, for whatever reason: reading them says which.
+    None where they cannot be mapped, for whatever reason: reading them says which. None also for what is not in memory
+    yet, as far as its first byte tells: reading fetches it in larger parts, which the system keeps as such.
     """
     holder = _holder(store, path)
     if not isinstance(holder, LocalStore) or stop <= start:
@@ -48,7 +49,8 @@ def mapped(store: Store, path: str, start: int, stop: int) -> npt.NDArray[np.uin
     try:
         with holder.borrow(path) as handle:
             fd = handle.file.fileno()
-            _fetch_ahead(fd, page, stop - page)
+            if not _is_in_memory(fd, start):
+                return None
             window = mmap.mmap(fd, stop - page, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=page)
         window.madvise(_POPULATE_READ)
     except (OSError, ValueError, CkptError):  # ValueError: the file is shorter
@@ -56,9 +58,12 @@ def mapped(store: Store, path: str, start: int, stop: int) -> npt.NDArray[np.uin
     return np.frombuffer(window, dtype=np.uint8)[start - page :]
 
 
-def _fetch_ahead(fd: int, start: int, nbytes: int) -> None:
-    """Ask the device for all of it at once, unless it is in memory as far as its first byte tells."""
+def _is_in_memory(fd: int, offset: int) -> bool:
+    """Whether a byte of a file is in memory; yes where that cannot be told."""
     try:
-        os.preadv(fd, [bytearray(1)], start, os.RWF_NOWAIT)
+        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
-        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+        return False
+    except OSError:
+        return True
+    return True
