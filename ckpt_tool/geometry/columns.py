@@ -7,14 +7,16 @@ where they are made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.geometry.box import Box
 
-__all__ = ["BoolArray", "Int64Array", "box_columns", "boxes_from_columns", "distinct"]
+__all__ = ["BoolArray", "Int64Array", "box_columns", "boxes_from_columns", "distinct", "kept"]
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -46,3 +48,13 @@ def distinct(values: npt.NDArray[np.integer[Any]]) -> Int64Array:
     is_first = np.ones(len(ordered), dtype=np.bool_)
     is_first[1:] = ordered[1:] != ordered[:-1]
     return ordered[is_first].astype(np.int64)
+
+
+def kept(column: npt.NDArray[Scalar], rows: Int64Array) -> npt.NDArray[Scalar]:
+    """``column[rows]`` of ascending rows, each once; the column itself, not a copy, where that is all of it.
+
+    >>> column = np.array([3, 1, 3])
+    >>> kept(column, np.arange(3)) is column
+    True
+    """
+    return column if len(rows) == len(column) else column[rows]

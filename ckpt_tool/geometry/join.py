@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.geometry.alike import Side, alike_keys
-from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.geometry.columns import Int64Array, kept
 from ckpt_tool.records import dataclass
 
 __all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
@@ -72,11 +72,11 @@ def join_boxes(left: Boxes, right: Boxes) -> Pairs:
     if width == 0:  # only 0-dim tensors: one imaginary dimension of size 1
         widened = join_boxes(_widen(left), _widen(right))
         return Pairs(widened.left, widened.right, widened.offsets[:, :0], widened.sizes[:, :0])
-    left_key, right_key, n_keys = _common_keys(left.key[live_left], right.key[live_right])
+    left_key, right_key, n_keys = _common_keys(kept(left.key, live_left), kept(right.key, live_right))
     known = np.flatnonzero(right_key >= 0)
-    live_right, right_key = live_right[known], right_key[known]
-    table = Boxes(left_key, left.offsets[live_left], left.sizes[live_left])
-    other = Boxes(right_key, right.offsets[live_right], right.sizes[live_right])
+    live_right, right_key = kept(live_right, known), kept(right_key, known)
+    table = Boxes(left_key, kept(left.offsets, live_left), kept(left.sizes, live_left))
+    other = Boxes(right_key, kept(right.offsets, live_right), kept(right.sizes, live_right))
     pairs = _join_alike(table, other, n_keys) if n_keys >= _MIN_KEYS else _join(table, other, n_keys)
     found_left, found_right = live_left[pairs.left], live_right[pairs.right]
     line = found_right * len(left) + found_left

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ckpt_tool.errors import CoverageError, LayoutError, Unsupported
 from ckpt_tool.geometry.box import Box, difference
-from ckpt_tool.geometry.columns import distinct
+from ckpt_tool.geometry.columns import distinct, kept
 from ckpt_tool.geometry.join import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates, overlapping_pairs
 from ckpt_tool.geometry.runs import contiguous_strides_columns
@@ -70,12 +70,10 @@ def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits, owners:
     writes = join_boxes(
         Boxes(region_of_chunk, needed.offsets, needed.sizes), Boxes(tile_region, tiles.offsets, tiles.sizes)
     )
-    read_pieces = _pieces(
-        reads, source.chunks.take(available.rows), tiles, source.tensors.bits[tiles.tensor[reads.right]], width
-    )
-    read_pieces = _with_rows(read_pieces, available.rows)
+    read_bits = source.tensors.bits[tiles.tensor[reads.right]]
+    read_pieces = _pieces(reads, source.chunks, available.rows[reads.left], tiles, read_bits, width)
     write_bits = target.tensors.bits[target.chunks.tensor[writes.left]]
-    write_pieces = _pieces(writes, target.chunks, tiles, write_bits, width)
+    write_pieces = _pieces(writes, target.chunks, writes.left, tiles, write_bits, width)
     _check_sub_byte(source, tiles, reads, writes)
     stats = PlanStats(
         n_tensors=len(target.tensors),
@@ -109,7 +107,7 @@ def plan_reads(source: Manifest, tiles: Tiles) -> Pieces:
     _check_covered(source, available.boxes, pairs, tiles)
     _check_sub_byte(source, tiles, pairs)
     bits = source.tensors.bits[tiles.tensor[pairs.right]]
-    return _with_rows(_pieces(pairs, source.chunks.take(available.rows), tiles, bits, width), available.rows)
+    return _pieces(pairs, source.chunks, available.rows[pairs.left], tiles, bits, width)
 
 
 def has_odd_strides(source: Manifest) -> npt.NDArray[np.bool_]:
@@ -160,10 +158,12 @@ def _distinct_sources(source: Manifest, wanted: IntArray, width: int) -> _Availa
     is_wanted = np.zeros(len(source.tensors), dtype=bool)
     is_wanted[wanted] = True
     rows = np.flatnonzero(is_wanted[source.chunks.tensor])
-    offsets, sizes = _pad(source.chunks.offsets[rows], width, 0), _pad(source.chunks.sizes[rows], width, 1)
-    key = source.chunks.tensor[rows].astype(np.int64)
+    offsets, sizes = (
+        _pad(kept(column, rows), width, fill) for column, fill in ((source.chunks.offsets, 0), (source.chunks.sizes, 1))
+    )
+    key = kept(source.chunks.tensor, rows).astype(np.int64)
     first = np.flatnonzero(exact_duplicates(offsets, sizes, key) == np.arange(len(rows)))
-    return _Available(Boxes(key[first], offsets[first], sizes[first]), rows[first])
+    return _Available(Boxes(kept(key, first), kept(offsets, first), kept(sizes, first)), kept(rows, first))
 
 
 def _regions(
@@ -268,39 +268,36 @@ def _is_row_major(chunks: ChunkTable) -> npt.NDArray[np.bool_]:
     return row_major
 
 
-def _pieces(pairs: Pairs, chunks: ChunkTable, tiles: Tiles, bits: IntArray, width: int) -> Pieces:
-    """Byte positions of overlaps; ``pairs.left`` are rows of ``chunks``, ``pairs.right`` tiles."""
-    sizes = _pad(chunks.sizes[pairs.left], width, 1)
+def _pieces(pairs: Pairs, chunks: ChunkTable, row: IntArray, tiles: Tiles, bits: IntArray, width: int) -> Pieces:
+    """Byte positions of overlaps of chunks, by their ``row``, and tiles, which ``pairs.right`` names."""
+    sizes = _pad(chunks.sizes[row], width, 1)
     strides = contiguous_strides_columns(sizes)
-    packed = np.ones(len(pairs), dtype=bool)
+    contiguous = is_packed_in(pairs.sizes, sizes)
     if chunks.strides is not None:
-        packed = _is_packed(chunks)[pairs.left]
-        strides = np.where(packed[:, None], strides, _pad(chunks.strides[pairs.left], width, 1))
-    local = pairs.offsets - _pad(chunks.offsets[pairs.left], width, 0)
-    contiguous = packed & is_packed_in(pairs.sizes, sizes)
+        packed = _is_packed(chunks)[row]
+        strides = np.where(packed[:, None], strides, _pad(chunks.strides[row], width, 1))
+        contiguous &= packed
+    del sizes
     span = ((pairs.sizes - 1) * strides).sum(axis=1) + 1
+    local = pairs.offsets - _pad(chunks.offsets[row], width, 0)
+    local *= strides
+    file_offset = chunks.offset[row] + local.sum(axis=1) * bits // 8
+    del local, strides
     tile_sizes = tiles.sizes[pairs.right]
     tile_local = pairs.offsets - tiles.offsets[pairs.right]
+    tile_local *= contiguous_strides_columns(tile_sizes)
     return Pieces(
         tile=pairs.right,
-        chunk=pairs.left,
+        chunk=row,
         offsets=pairs.offsets,
         sizes=pairs.sizes,
-        file=chunks.file[pairs.left],
-        file_offset=chunks.offset[pairs.left] + (local * strides).sum(axis=1) * bits // 8,
+        file=chunks.file[row],
+        file_offset=file_offset,
         length=np.where(contiguous, pairs.volume, span) * bits // 8,
         is_contiguous=contiguous,
-        tile_offset=(tile_local * contiguous_strides_columns(tile_sizes)).sum(axis=1) * bits // 8,
+        tile_offset=tile_local.sum(axis=1) * bits // 8,
         is_packed_in_tile=is_packed_in(pairs.sizes, tile_sizes),
     )
-
-
-def _with_rows(pieces: Pieces, rows: IntArray) -> Pieces:
-    """``pieces`` whose chunk numbers, positions in ``rows``, are replaced by the chunk rows themselves."""
-    return Pieces(
-        pieces.tile, rows[pieces.chunk], pieces.offsets, pieces.sizes, pieces.file, pieces.file_offset, pieces.length,
-        pieces.is_contiguous, pieces.tile_offset, pieces.is_packed_in_tile,
-    )  # fmt: skip
 
 
 def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tiles) -> None:

@@ -13,9 +13,10 @@ import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
-from ckpt_tool.formats._dcp.pickle_rows import Recalled, Rows
+from ckpt_tool.formats._dcp.pickle_rows import Column, Recalled, Rows
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import IntArray, pad_shapes
 from ckpt_tool.records import dataclass
@@ -78,7 +79,7 @@ class WrittenChunks:
     paths: Sequence[str]
     offsets: IntArray  # int64[n, D], global coordinates, padded behind
     sizes: IntArray  # int64[n, D]
-    file: IntArray  # int64[n], row of paths
+    file: Column  # int[n], row of paths
     offset: IntArray  # int64[n], byte of the item
     length: IntArray  # int64[n], bytes of the item
 
@@ -189,8 +190,9 @@ def add_state_dict_metadata(
     rows_of = {
         ndim: Rows(
             n,
-            [chunk, *_size_parts(size, chunks.offsets[rows], ndim), names["sizes"],
-             *_size_parts(size, chunks.sizes[rows], ndim), _SETITEMS + _BUILD],
+            [chunk, *_size_parts(size, chunks.offsets, ndim), names["sizes"],
+             *_size_parts(size, chunks.sizes, ndim), _SETITEMS + _BUILD],
+            rows,
         )
         for ndim, n, rows in _by_ndim(tensors)
     }  # fmt: skip
@@ -208,18 +210,19 @@ def add_state_dict_metadata(
     pickle.add(_SETITEMS)
 
 
-def _by_ndim(tensors: Sequence[WrittenTensor]) -> list[tuple[int, int, IntArray | slice]]:
-    """Dimensions, number of chunks with as many, and their rows."""
+def _by_ndim(tensors: Sequence[WrittenTensor]) -> list[tuple[int, int, npt.NDArray[np.int32] | None]]:
+    """Dimensions, number of chunks with as many, and their rows, None for all."""
     counts = np.array([tensor.n_chunks for tensor in tensors], dtype=np.int64)
     dims = np.array([len(tensor.shape) for tensor in tensors], dtype=np.int64)
     different = sorted(set(dims.tolist()))
     if len(different) == 1:
-        return [(different[0], int(counts.sum()), slice(None))]
-    ndim = np.repeat(dims, counts)
-    return [(n, len(rows), rows) for n in different for rows in (np.flatnonzero(ndim == n),)]
+        return [(different[0], int(counts.sum()), None)]
+    ndim = np.repeat(dims.astype(np.int8), counts)
+    found = ((n, np.flatnonzero(ndim == n).astype(np.int32)) for n in different)
+    return [(n, len(rows), rows) for n, rows in found]
 
 
-def _size_parts(cls: bytes, columns: IntArray, ndim: int) -> list[bytes | IntArray | Recalled]:
+def _size_parts(cls: bytes, columns: IntArray, ndim: int) -> list[bytes | Column | Recalled]:
     """A column of ``torch.Size``."""
     return [cls + _MARK, *columns.T[:ndim], _TUPLE + _TUPLE1 + _REDUCE]
 
@@ -286,9 +289,10 @@ def add_storage_data(
     size = pickle.name("torch", "Size")
     index = pickle.name(_METADATA, "MetadataIndex") + _NEW + _EMPTY_DICT + _MARK + names["fqn"]
     n_chunks = np.array([tensor.n_chunks for tensor in tensors], dtype=np.int64)
-    fqn = np.repeat(np.array([pickle.number(tensor.fqn) for tensor in tensors], dtype=np.int64), n_chunks)
-    number = np.arange(len(fqn)) - np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
-    path = np.array([pickle.number(path) for path in chunks.paths], dtype=np.int64)[chunks.file]
+    fqn = np.repeat(np.array([pickle.number(tensor.fqn) for tensor in tensors], dtype=np.int32), n_chunks)
+    first = (np.cumsum(n_chunks) - n_chunks).astype(np.int32)
+    number = np.arange(len(fqn), dtype=np.int32) - np.repeat(first, n_chunks)
+    path = np.array([pickle.number(path) for path in chunks.paths], dtype=np.int32)[chunks.file]
     placed = [(blob, pickle.text(blob), pickle.text(item.path), item) for blob, _, item in blobs]
     pickle.add(_EMPTY_DICT, _MARK)
     for blob, _, item_path, item in placed:
@@ -297,9 +301,10 @@ def add_storage_data(
     for ndim, n, rows in _by_ndim(tensors):
         records = Rows(
             n,
-            [index, Recalled(fqn[rows]), names["index"], number[rows], names["offset"],
-             *_size_parts(size, chunks.offsets[rows], ndim), _SETITEMS + _BUILD + info, Recalled(path[rows]),
-             names["offset"], chunks.offset[rows], names["length"], chunks.length[rows], _SETITEMS + _BUILD],
+            [index, Recalled(fqn), names["index"], number, names["offset"],
+             *_size_parts(size, chunks.offsets, ndim), _SETITEMS + _BUILD + info, Recalled(path),
+             names["offset"], chunks.offset, names["length"], chunks.length, _SETITEMS + _BUILD],
+            rows,
         )  # fmt: skip
         pickle.add_rows(records, 0, n)
     pickle.add(_SETITEMS)

@@ -49,13 +49,12 @@ class PlacedItems:
     tensors: TensorTable
     boxes: BoxTable
     paths: tuple[str, ...]
-    file: IntArray
+    file: npt.NDArray[np.int32]
+    """Row of ``paths``; items of a file follow each other in the order of rows."""
     item_offset: IntArray
     item_nbytes: IntArray
     head_nbytes: IntArray
     payload_nbytes: IntArray
-    order: IntArray
-    """Rows by file, and in a file by place."""
     extra: dict[int, WrittenItem]
     """Items of empty tensors that have no box: torch loads one for every tensor."""
 
@@ -71,9 +70,8 @@ class PlacedItems:
         """Everything between payloads of a file: one segment from the end of a payload to the start of the next."""
         between: dict[tuple[int, int], bytes] = {}
         last_file, position, before = -1, 0, None
-        rows = zip(
-            self.file[self.order].tolist(), self.item_offset[self.order].tolist(), self.kinds(self.order), strict=True
-        )
+        order = np.argsort(self.file, kind="stable")
+        rows = zip(self.file[order].tolist(), self.item_offset[order].tolist(), self.kinds(order), strict=True)
         for file, offset, kind in rows:
             if file != last_file:
                 if before is not None:
@@ -124,16 +122,17 @@ def place_boxes(
     item_nbytes, head_nbytes, payload_nbytes = item_lengths(tensors, boxes)
     is_used = np.zeros(int(boxes.rank.max(initial=-1)) + 1, dtype=bool)
     is_used[boxes.rank] = True
-    file = (np.cumsum(is_used) - 1)[boxes.rank]
+    file = (np.cumsum(is_used, dtype=np.int32) - 1)[boxes.rank]
     paths = tuple(path_of(rank) for rank in np.flatnonzero(is_used).tolist())
     # Of 16 bits numpy sorts by radix, many times faster.
     order = np.argsort(file.astype(np.uint16) if len(paths) < 1 << 16 else file, kind="stable")
     first = np.searchsorted(file[order], np.arange(len(paths) + 1))
-    before = np.concatenate([[0], np.cumsum(item_nbytes[order])])
+    before = np.zeros(len(boxes) + 1, dtype=np.int64)
+    np.cumsum(item_nbytes[order], out=before[1:])
     starts = [files.extend(path, nbytes) for path, nbytes in zip(paths, np.diff(before[first]).tolist(), strict=True)]
     offsets = np.empty(len(boxes), dtype=np.int64)
-    base = np.array(starts, dtype=np.int64) - before[first[:-1]]
-    offsets[order] = before[:-1] + base[file[order]]
+    offsets[order] = before[:-1]
+    offsets += (np.array(starts, dtype=np.int64) - before[first[:-1]])[file]
     extra: dict[int, WrittenItem] = {}
     has_box = np.bincount(boxes.tensor, minlength=len(tensors)) > 0
     has_box[list(elsewhere)] = True
@@ -147,12 +146,11 @@ def place_boxes(
         tensors=tensors,
         boxes=boxes,
         paths=paths,
-        file=file.astype(np.int64),
+        file=file,
         item_offset=offsets,
         item_nbytes=item_nbytes,
         head_nbytes=head_nbytes,
         payload_nbytes=payload_nbytes,
-        order=order,
         extra=extra,
     )
 

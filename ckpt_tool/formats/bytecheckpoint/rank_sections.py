@@ -118,9 +118,10 @@ def _part(tensors: TensorTable, boxes: BoxTable, keys: Sequence[Key], number: in
     before = np.cumsum(nbytes) - nbytes
     first = np.searchsorted(file, np.arange(len(ranks)))  # boxes are in order of ranks
     placed = PlacedItems(
-        tensors=own, boxes=held, paths=tuple(f"__{rank}_0.distcp" for rank in ranks.tolist()), file=file,
+        tensors=own, boxes=held, paths=tuple(f"__{rank}_0.distcp" for rank in ranks.tolist()),
+        file=file.astype(np.int32),
         item_offset=before - before[first][file] if len(file) else before, item_nbytes=nbytes,
-        head_nbytes=np.zeros_like(nbytes), payload_nbytes=nbytes, order=np.arange(len(rows)), extra={},
+        head_nbytes=np.zeros_like(nbytes), payload_nbytes=nbytes, extra={},
     )  # fmt: skip
     names = [(keys[row].name, keys[row].path) for row in mine.tolist()]
     written, chunks = written_tensors(own, held, placed, names)

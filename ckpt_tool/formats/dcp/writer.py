@@ -74,14 +74,16 @@ class DcpWriter(PlainEntries):
         entries += [FileEntry(path, nbytes) for path, nbytes in files.nbytes.items() if path not in of_ranks]
         entries.append(FileEntry(METADATA_NAME, metadata.pickle.nbytes))
         boxes = request.boxes
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=placed.file,
+        # Columns are shared, not copied: of the largest jobs they are gigabytes.
+        chunks = ChunkTable(
+            tensor=boxes.tensor.view(),
+            offsets=boxes.offsets.view(),
+            sizes=boxes.sizes.view(),
+            file=placed.file.view(),
             offset=placed.item_offset + placed.head_nbytes,
-            length=placed.payload_nbytes,
-            rank=boxes.rank,
+            length=placed.payload_nbytes.view(),
+            rank=boxes.rank.view(),
+            flags=np.zeros(len(boxes), dtype=np.uint8),
         )
         manifest = Manifest(
             self.name,

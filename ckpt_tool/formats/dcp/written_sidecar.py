@@ -9,12 +9,13 @@ import numpy as np
 
 from ckpt_tool.formats._dcp.item_lengths import item_lengths
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunks, WrittenItem, WrittenTensor
+from ckpt_tool.formats._dcp.pickle_rows import Column
 from ckpt_tool.formats._dcp.table import Tables, rank_of
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.formats.dcp.metadata_pickle import VERSION
 from ckpt_tool.formats.dcp.sidecar import Facts, Sidecar
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["sidecar_of"]
 
@@ -61,7 +62,7 @@ def sidecar_of(
     )  # fmt: skip
 
 
-def _in_order_of_use(numbers: IntArray) -> list[int]:
+def _in_order_of_use(numbers: Column) -> list[int]:
     """Each number once, in the order in which they first come."""
     used, first = np.unique(numbers, return_index=True)
     in_order: list[int] = used[np.argsort(first)].tolist()
