@@ -17,7 +17,7 @@ from ckpt_tool.records import dataclass
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "dtype", "from_safetensors", "from_storage", "opaque"]
+__all__ = ["DTYPES", "DType", "dtype", "from_safetensors", "from_storage", "opaque", "short_name", "spellings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +120,47 @@ _ALIASES = {
     "bf16": "bfloat16", "long": "int64", "int": "int32", "short": "int16", "cfloat": "complex64",
     "cdouble": "complex128", "chalf": "complex32", "fp8": "float8_e4m3fn",
 }  # fmt: skip
+_SHORT = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+
+
+def short_name(name: str) -> str:
+    """A type's name as narrow tables print it.
+
+    >>> short_name("bfloat16"), short_name("int64"), short_name("bool")
+    ('bf16', 'i64', 'bool')
+    """
+    for long, short in _SHORT:
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """Every name that a user may know a type by, its own first.
+
+    >>> spellings("bfloat16")
+    ('bfloat16', 'bf16', 'BF16')
+    """
+    row = DTYPES.get(name)
+    others = [alias for alias, own in _ALIASES.items() if own == name]
+    others += [row.safetensors] if row is not None and row.safetensors is not None else []
+    return tuple(dict.fromkeys((name, short_name(name), *others)))
+
+
+_BY_SHORT = {short_name(name): row for name, row in DTYPES.items()}
 
 
 def dtype(name: str) -> DType:
     """The type that torch (``torch.bfloat16``), a user (``bf16``) or this table calls ``name``.
 
-    >>> dtype("torch.bfloat16").bits, dtype("fp32").name
-    (16, 'float32')
+    >>> dtype("torch.bfloat16").bits, dtype("fp32").name, dtype("f32").name
+    (16, 'float32', 'float32')
 
     Raises:
         Unsupported: no such type; the message lists the known ones.
     """
     short = name.removeprefix("torch.")
-    found = DTYPES.get(_ALIASES.get(short, short))
+    found = DTYPES.get(_ALIASES.get(short, short)) or _BY_SHORT.get(short)
     if found is None:
         raise Unsupported(f"{name!r} is not a known dtype", hint="known: " + " ".join(sorted(DTYPES)))
     return found

@@ -1,4 +1,4 @@
-"""Byte counts as people read and write them. Knows nothing of tensors."""
+"""Counts as people read and write them, of bytes and of other things. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "parse_bytes"]
 
 _UNITS = {
     "": 1, "B": 1,
@@ -35,6 +35,24 @@ def parse_bytes(text: str) -> int:
     if nbytes <= 0:
         raise UsageError(f"{text!r} is not above zero bytes")
     return nbytes
+
+
+def counted(n: int, noun: str) -> str:
+    """A number with its noun, in the singular for 1.
+
+    >>> counted(1, "file"), counted(2000, "box"), counted(3, "entry"), counted(2, "copy of a box")
+    ('1 file', '2,000 boxes', '3 entries', '2 copies of a box')
+    """
+    if n == 1:
+        return f"1 {noun}"
+    word, of, rest = noun.partition(" of ")
+    if word.endswith(("x", "s", "sh", "ch")):
+        plural = f"{word}es"
+    elif word.endswith("y") and word[-2:-1] not in "aeiou":
+        plural = f"{word[:-1]}ies"
+    else:
+        plural = f"{word}s"
+    return f"{n:,} {plural}{of}{rest}"
 
 
 def format_bytes(nbytes: int) -> str:

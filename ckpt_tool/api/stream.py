@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.mesh import asked_mesh
 from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.rules import rules_for
 from ckpt_tool.errors import UsageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
+from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.place import place
 from ckpt_tool.manifest.model import Manifest
 
@@ -65,12 +66,13 @@ def stream(  # noqa: PLR0913 - the options of a command
         memory_budget_bytes: bound for the batch in use, the one being read and the buffers.
 
     Raises:
-        LayoutError: names that no rule covers, a mesh that does not fit, or no such rank.
+        LayoutError: names that no rule covers, a mesh that does not fit them, or no such rank.
+        UsageError: a mesh that is none.
         CkptError: see ``errors``.
     """
     if mesh is not None and (tp, pp, dp, ep) != (1, 1, 1, 1):
         raise UsageError("mesh already names the sizes of all axes", hint="leave out tp, pp, dp and ep")
-    target = parse_mesh(mesh) if mesh is not None else default_mesh(tp=tp, pp=pp, dp=dp, ep=ep)
+    target = asked_mesh(mesh, tp=tp, pp=pp, dp=dp, ep=ep)
     target.coord(rank)
     with open_checkpoint(url, memory_budget_bytes=memory_budget_bytes // 4) as checkpoint:
         manifest = select_tensors(

@@ -17,6 +17,7 @@ from ckpt_tool.checks.ranks import disagreeing_ranks
 from ckpt_tool.checks.replicas import replica_findings
 from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.checks.steps import mixed_steps
+from ckpt_tool.checks.strays import other_files
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats.base import Checksum, Reader, Source
 from ckpt_tool.geometry.columns import distinct
@@ -44,7 +45,7 @@ class Payload:
     checked_nbytes: int = 0
     covered_nbytes: int = 0
     unproven_files: tuple[str, ...] = ()
-    """Files of which no byte has a recorded checksum, those that describe others among them."""
+    """The checkpoint's files of which no byte has a recorded checksum, those that describe others among them."""
 
 
 def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: Extents, *, store: Store) -> Payload:
@@ -139,8 +140,9 @@ def _covered(parts: Mapping[str, str], checksums: Sequence[Checksum]) -> set[str
 
 
 def _unproven(source: Source, manifest: Manifest, checksums: Sequence[Checksum]) -> tuple[str, ...]:
-    covered = _covered(_parts(manifest), checksums)
-    return tuple(path for path in source.listing.paths if path not in covered and source.listing.nbytes(path))
+    listing = source.listing
+    apart = _covered(_parts(manifest), checksums) | set(other_files(manifest, listing))
+    return tuple(path for path in listing.paths if path not in apart and listing.nbytes(path))
 
 
 def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Finding]:

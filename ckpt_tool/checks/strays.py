@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from ckpt_tool.checks.extents import some_names
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["stray_findings"]
+__all__ = ["other_files", "stray_findings"]
 
 # What savers and downloaders leave behind when they are interrupted.
 _UNFINISHED_SUFFIXES = (".tmp", ".temp", ".incomplete", ".partial", ".part", ".crdownload", ".aria2")
@@ -27,10 +28,7 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
 
     Where the user named a single file, only that one is looked at.
     """
-    used = {entry.path if entry.part is None else entry.part.path for entry in manifest.files}
-    used |= {blob.where.path for blob in manifest.blobs if blob.where is not None}
-    kinds = {(_folder(path), _suffix(path)) for path in used if _suffix(path) not in _COMPANION_SUFFIXES}
-    others: list[str] = []
+    used, kinds = _used(manifest)
     for path in listing.paths:
         if path in used:
             continue
@@ -40,17 +38,36 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
             said = f"{path} ({nbytes:,} bytes) is what an interrupted save or download leaves"
             yield Finding("unfinished-file", Severity.WARNING, said, where=place)
         elif (_folder(path), _suffix(path)) not in kinds:
-            if not path.endswith(_COMPANION_SUFFIXES):
-                others.append(path)
+            continue  # told together below, or a companion
         elif nbytes == 0:
             said = f"{path} is empty and nothing refers to it: its writer had nothing to save, or what it saved is lost"
             yield Finding("empty-file", Severity.WARNING, said, where=place)
         else:
             said = f"{path} ({nbytes:,} bytes) looks like one of the checkpoint's files, but nothing refers to it"
             yield Finding("stray-file", Severity.WARNING, said, where=place)
+    others = other_files(manifest, listing)
     if others:
-        files = "1 other file holds" if len(others) == 1 else f"{len(others):,} other files hold"
-        yield Finding("other-files", Severity.INFO, f"{files} nothing of this checkpoint: {some_names(others)}")
+        hold, were = ("holds", "was") if len(others) == 1 else ("hold", "were")
+        said = f"{counted(len(others), 'other file')} {hold} nothing of this checkpoint and {were} not checked"
+        yield Finding("other-files", Severity.INFO, f"{said}: {some_names(others)}")
+
+
+def other_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
+    """Files that are no part of the checkpoint, nor look like one, nor describe it."""
+    used, kinds = _used(manifest)
+    known = (*_UNFINISHED_SUFFIXES, *_COMPANION_SUFFIXES)
+    return tuple(
+        path
+        for path in listing.paths
+        if path not in used and (_folder(path), _suffix(path)) not in kinds and not path.endswith(known)
+    )
+
+
+def _used(manifest: Manifest) -> tuple[set[str], set[tuple[str, str]]]:
+    """Files that a tensor or an object lies in, and where they are and how they end."""
+    used = {entry.path if entry.part is None else entry.part.path for entry in manifest.files}
+    used |= {blob.where.path for blob in manifest.blobs if blob.where is not None}
+    return used, {(_folder(path), _suffix(path)) for path in used if _suffix(path) not in _COMPANION_SUFFIXES}
 
 
 def _folder(path: str) -> str:

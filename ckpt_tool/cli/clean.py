@@ -9,10 +9,9 @@ import typer
 
 from ckpt_tool.cli.options import Json, Quiet
 from ckpt_tool.cli.output import output
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.render_ls import age
 from ckpt_tool.cli.text import Span, line
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 Run = Annotated[
     str,

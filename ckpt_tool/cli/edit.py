@@ -8,9 +8,8 @@ import typer
 
 from ckpt_tool.cli.options import Json, NoFsync, Overwrite, Quiet, Source
 from ckpt_tool.cli.output import output
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Line, Span, line, wrap
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.api.convert.edit import EditResult

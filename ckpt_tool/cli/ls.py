@@ -10,9 +10,8 @@ import typer
 
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Choice, Json, Memory, Quiet, Workers
 from ckpt_tool.cli.output import output, write_lines
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Span, line
-from ckpt_tool.sizes import parse_bytes
+from ckpt_tool.sizes import counted, parse_bytes
 
 _NONE_COMPLETE = 1
 

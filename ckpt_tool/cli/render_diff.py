@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.render_tables import folded_names
 from ckpt_tool.cli.text import Cell, Line, Span, columns, line, width_of, wrap
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.compare.report import DiffGroup, DiffReport, Measures, ObjectDiff, Side, TensorDiff
@@ -199,16 +198,35 @@ def _short(text: str | None) -> str:
 
 def _left_out(report: DiffReport) -> list[str]:
     found = []
-    if report.n_ignored_tensors or report.n_ignored_objects:
-        parts = []
-        if report.n_ignored_tensors:
-            parts.append(f"{counted(report.n_ignored_tensors, 'tensor')} of random and extra state")
-        if report.n_ignored_objects:
-            parts.append(counted(report.n_ignored_objects, "object"))
-        found.append(f"{' and '.join(parts)} not compared; --everything does")
-    if report.n_unselected:
-        found.append(f"{counted(report.n_unselected, 'tensor')} not selected")
+    ignored = _of_each([_ignored(side) for side in (report.a, report.b)])
+    if ignored:
+        found.append(f"not compared: {ignored}; --everything does")
+    unselected = _of_each(
+        [counted(side.n_unselected, "tensor") if side.n_unselected else "" for side in (report.a, report.b)]
+    )
+    if unselected:
+        found.append(f"not selected: {unselected}")
     return found
+
+
+def _ignored(side: Side) -> str:
+    parts = []
+    if side.n_ignored_tensors:
+        parts.append(f"{counted(side.n_ignored_tensors, 'tensor')} of random and extra state")
+    if side.n_ignored_objects:
+        parts.append(counted(side.n_ignored_objects, "object"))
+    return " and ".join(parts)
+
+
+def _of_each(texts: Sequence[str]) -> str:
+    """What A and B have, once where it is the same.
+
+    >>> _of_each(["1 object", "1 object"]), _of_each(["1 object", ""]), _of_each(["", ""])
+    ('1 object of each', '1 object of A', '')
+    """
+    if len(set(texts)) == 1:
+        return f"{texts[0]} of each" if texts[0] else ""
+    return ", ".join(f"{text} of {side}" for side, text in zip("AB", texts, strict=True) if text)
 
 
 def _mark(report: DiffReport) -> Line:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Cell, Line, Span, line, wrap
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.checks.report import FindingGroup, VerifyReport

@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.api.inspect import Inspection
 
-__all__ = ["counted", "header_lines"]
+__all__ = ["header_lines"]
 
 _LABEL_WIDTH = 9
 _WIDTH_OF_SECTIONS, _WIDTH_OF_DTYPE = 36, 12
-
-
-def counted(n: int, noun: str) -> str:
-    """A number with its noun.
-
-    >>> counted(1, "file"), counted(2000, "box")
-    ('1 file', '2,000 boxes')
-    """
-    plural = noun if n == 1 else noun + ("es" if noun.endswith("x") else "s")
-    return f"{n:,} {plural}"
 
 
 def header_lines(found: Inspection, *, width: int) -> list[Line]:

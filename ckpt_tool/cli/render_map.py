@@ -11,11 +11,10 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.render_tree import number_ranges
 from ckpt_tool.cli.text import Cell, Line, Span, columns, line
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.api.shard_map import ShardBox, ShardMap

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Line, Span, line, wrap
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.api.trust.salvage import SalvageResult
@@ -33,5 +32,15 @@ def salvage_lines(done: SalvageResult, *, width: int) -> list[Line]:
         lines.append(line(Span(f"  … {len(done.lost) - _SHOWN:,} more; the report lists all", "dim")))
     for unknown in done.unknown[:_SHOWN]:
         lines += wrap(unknown, width, line(Span("not known: ", "yellow")), "  ")
-    verdict = "nothing is lost" if done.is_all else f"{len(done.kept):,} kept, {len(done.lost):,} lost"
-    return [*lines, line(), line(Span(verdict, "bold green" if done.is_all else "bold red"))]
+    if len(done.unknown) > _SHOWN:
+        lines.append(line(Span(f"  … {len(done.unknown) - _SHOWN:,} more; the report lists all", "dim")))
+    return [*lines, line(), line(Span(_verdict(done), "bold green" if done.is_all else "bold red"))]
+
+
+def _verdict(done: SalvageResult) -> str:
+    kept = f"{len(done.kept):,} kept"
+    if done.is_all:
+        return f"{kept}, nothing is lost"
+    if done.lost:
+        return f"{kept}, {len(done.lost):,} lost"
+    return f"{kept}, none known to be lost, but not all can be known"

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.render_tree import number_ranges, parts_text
 from ckpt_tool.cli.render_values import object_text
 from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.api.inspect import FileRow, Inspection, RankRow, TensorRow

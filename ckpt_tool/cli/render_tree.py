@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Cell, Line, Span, columns, cut, line, plain, width_of
+from ckpt_tool.dtypes import short_name
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.api.inspect import TensorRow
@@ -261,12 +261,7 @@ def _short(cell: Cell) -> Cell:
     """Types as f32, bf16, i64; counts without their noun."""
     if not isinstance(cell, Span):
         return cell
-    text = cell.text.removesuffix("s").removesuffix(" tensor")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if text.startswith(long):
-            text = short + text.removeprefix(long)
-            break
-    return Span(text, cell.style)
+    return Span(short_name(cell.text.removesuffix("s").removesuffix(" tensor")), cell.style)
 
 
 def _cut(label: Cell, room: int) -> Cell:

@@ -9,10 +9,9 @@ import typer
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Quiet, Source, Workers
 from ckpt_tool.cli.output import Output, output
 from ckpt_tool.cli.progress import progress_bar
-from ckpt_tool.cli.render_header import counted
 from ckpt_tool.cli.text import Span, line
 from ckpt_tool.errors import UsageError
-from ckpt_tool.sizes import parse_bytes
+from ckpt_tool.sizes import counted, parse_bytes
 
 if TYPE_CHECKING:
     from ckpt_tool.checks.report import VerifyReport
@@ -102,7 +101,8 @@ def verify(
     layout holds the same. Both read every tensor; neither is a signature.
 
     --salvage reads every byte and writes what is still good: of files that were cut, of folders that lack files, of DCP
-    without .metadata; OUT.salvage.json lists what is kept and lost. Exit status 1 when anything is lost. --like STEP
+    without .metadata; OUT.salvage.json lists what is kept and lost. Exit status 0 when nothing is lost, 1 when
+    something is, or when nothing that is left can tell (names without .metadata, what a missing file held). --like STEP
     takes names and places from another step where they are lost, says what speaks for them, and borrows no value.
 
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,

@@ -24,6 +24,12 @@ class Side:
     n_tensors: int
     nbytes: int
     """Bytes of its tensors, each once."""
+    n_ignored_tensors: int = 0
+    """Random states and the like that were left out."""
+    n_ignored_objects: int = 0
+    """Objects that were not compared."""
+    n_unselected: int = 0
+    """Tensors that the selection leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +106,6 @@ class DiffReport:
     """Worst status first; within one, in A's order, then B's."""
     objects: tuple[ObjectDiff, ...]
     """Empty unless they were asked for."""
-    n_ignored_tensors: int
-    """Random states and the like that were left out."""
-    n_ignored_objects: int
-    """Objects of both sides that were not compared."""
-    n_unselected: int
-    """Tensors of both sides that the selection leaves out."""
     notes: tuple[str, ...]
     is_quick: bool
     """Whether names, shapes and types alone were compared."""
@@ -137,11 +137,12 @@ class DiffReport:
         """The report as JSON-able values.
 
         Schema ``ckpt-tool/diff/1``: ``schema same quick seconds compared_nbytes``, ``a`` and ``b`` ``{url format
-        tensors nbytes}``, ``counts`` by status, ``ignored {tensors objects unselected}``, ``notes[]``, ``groups[]
-        {status reason count}``, ``tensors[] {fqn fqn_b status dtype_a dtype_b shape_a shape_b accepted reason {kind
-        text confirmed}, compared differing nan_payload non_finite signed_zero max_abs max_rel max_ulp first {index a
-        b} bounds}`` and ``objects[] {fqn status a b}``; null where it does not apply. Tensors that are the same are
-        listed only ``with_same``. Values are texts, as JSON has no NaN. Later versions only add keys.
+        tensors nbytes ignored}``, ``counts`` by status, ``ignored {tensors objects unselected}`` of each side and of
+        both together, ``notes[]``, ``groups[] {status reason count}``, ``tensors[] {fqn fqn_b status dtype_a dtype_b
+        shape_a shape_b accepted reason {kind text confirmed}, compared differing nan_payload non_finite signed_zero
+        max_abs max_rel max_ulp first {index a b} bounds}`` and ``objects[] {fqn status a b}``; null where it does not
+        apply. Tensors that are the same are listed only ``with_same``. Values are texts, as JSON has no NaN. Later
+        versions only add keys.
         """
         return {
             "schema": SCHEMA,
@@ -152,11 +153,7 @@ class DiffReport:
             "a": _side_json(self.a),
             "b": _side_json(self.b),
             "counts": self.counts,
-            "ignored": {
-                "tensors": self.n_ignored_tensors,
-                "objects": self.n_ignored_objects,
-                "unselected": self.n_unselected,
-            },
+            "ignored": {key: n + _ignored(self.b)[key] for key, n in _ignored(self.a).items()},
             "notes": list(self.notes),
             "groups": [
                 {"status": group.status, "reason": group.reason, "count": len(group.members)} for group in self.groups()
@@ -169,7 +166,17 @@ class DiffReport:
 
 
 def _side_json(side: Side) -> dict[str, Any]:
-    return {"url": side.url, "format": side.format, "tensors": side.n_tensors, "nbytes": side.nbytes}
+    return {
+        "url": side.url,
+        "format": side.format,
+        "tensors": side.n_tensors,
+        "nbytes": side.nbytes,
+        "ignored": _ignored(side),
+    }
+
+
+def _ignored(side: Side) -> dict[str, int]:
+    return {"tensors": side.n_ignored_tensors, "objects": side.n_ignored_objects, "unselected": side.n_unselected}
 
 
 def _tensor_json(tensor: TensorDiff) -> dict[str, Any]:

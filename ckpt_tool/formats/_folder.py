@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ckpt_tool.formats._content import Content
+from ckpt_tool.sizes import counted
 
 __all__ = ["folder_content", "kinds_of_files"]
 
@@ -31,33 +32,33 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
         return Content("an empty folder")
     items = [path for path in sizes if path.endswith(".distcp")]
     if items and ".metadata" not in sizes:
-        n = _counted(len(items), ".distcp file")
+        n = counted(len(items), ".distcp file")
         return Content(
             f"{n} without .metadata, which names what they hold: its save did not end, or it was not copied",
             "fetch .metadata, or take what can be told without it: ckpt verify FOLDER --salvage OUT",
         )
     unfinished = [path for path in sizes if _UNFINISHED.search(path)]
     if unfinished:
-        n = _counted(len(unfinished), "unfinished file")
+        n = counted(len(unfinished), "unfinished file")
         return Content(f"a download or a save that did not end: {n} ({unfinished[0]})", "let it end, or start it again")
     waiting = [path for path in sizes if _PLACEHOLDER.search(path)]
     if waiting:
-        n = _counted(len(waiting), "placeholder")
+        n = counted(len(waiting), "placeholder")
         return Content(f"{n} of files that lie in a cloud ({waiting[0]})", "have them downloaded to this machine first")
     tensors = [path for path in sizes if _TENSORS.search(path)]
     if tensors and not any(sizes[path] for path in tensors):
         return Content(
-            f"{_counted(len(tensors), 'empty file')} where tensors should be ({tensors[0]})",
+            f"{counted(len(tensors), 'empty file')} where tensors should be ({tensors[0]})",
             "the disk was full, or the copy did not end; fetch them again",
         )
     archives = [path for path in sizes if _ARCHIVE.search(path)]
     if archives and not tensors:
-        return Content(f"{_counted(len(archives), 'archive')} ({archives[0]})", "unpack it, and name the folder in it")
+        return Content(f"{counted(len(archives), 'archive')} ({archives[0]})", "unpack it, and name the folder in it")
     others = [path for path in sizes if not _DESCRIBING.search(path) and not _TOKENIZER.search(path)]
     if not tensors and not others:
         if any(_TOKENIZER.search(path) for path in sizes):
             return Content("a tokenizer without a model", "fetch the model's weights too")
-        return Content(f"{_counted(len(sizes), 'describing file')} without tensors", "fetch the weights too")
+        return Content(f"{counted(len(sizes), 'describing file')} without tensors", "fetch the weights too")
     return None
 
 
@@ -75,7 +76,3 @@ def kinds_of_files(sizes: Mapping[str, int]) -> str:
 def _ending(path: str) -> str:
     name = path.rpartition("/")[2]
     return f".{name.rpartition('.')[2]}" if "." in name.lstrip(".") else ""
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -30,12 +30,14 @@ from ckpt_tool.layout.rules import RuleSet
 from ckpt_tool.layout.stages import LayerStages, StageOptions, layer_stages
 from ckpt_tool.records import dataclass
 
-__all__ = ["DataParallelMode", "Placed", "place"]
+__all__ = ["AXES", "DataParallelMode", "Placed", "place"]
 
 DataParallelMode: TypeAlias = Literal["shard", "replicate", "flat"]
 
 _DATA_AXES = ("dp", "edp", "dp_shard", "fsdp")
 _REPLICATING_AXES = ("cp", "dp_replicate", "ddp")
+AXES = frozenset({"tp", "pp", "ep", *_DATA_AXES, *_REPLICATING_AXES})
+"""Every axis that means something to a layout."""
 _DATA_PLACEMENTS: dict[DataParallelMode, Placement] = {"shard": Shard(0), "replicate": Replicate(), "flat": Flat()}
 
 
@@ -93,10 +95,9 @@ def place(
     Raises:
         LayoutError: a name without a rule, a rule that does not fit a shape, an axis that means nothing here.
     """
-    known = {"tp", "pp", "ep", *_DATA_AXES, *_REPLICATING_AXES}
     for axis in mesh.axes:
-        if axis not in known:
-            raise LayoutError(f"mesh {mesh} has an axis {axis!r}", hint=f"known are {', '.join(sorted(known))}")
+        if axis not in AXES:
+            raise LayoutError(f"mesh {mesh} has an axis {axis!r}", hint=f"known are {', '.join(sorted(AXES))}")
     notes = Notes()
     exact = [tuple(shape) for shape in shapes]
     if mesh.size("tp") == mesh.size("pp") == mesh.size("ep") == 1:

@@ -1,7 +1,7 @@
 """Choosing tensors by name, and elements of one tensor by slices, as people type them.
 
 A *pattern* is a glob over the whole fqn or, after ``re:``, a regular expression found anywhere in it; after ``dtype:``
-it is a glob over the name of the element type. A *slice text* is ``NAME[0:4, :]`` as numpy writes it. Knows no command
+it is a glob over the names of the element type. A *slice text* is ``NAME[0:4, :]`` as numpy writes it. Knows no command
 line and no bytes.
 """
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpt_tool.dtypes import spellings
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
@@ -74,7 +75,7 @@ def _any_of(patterns: Sequence[str], tensors: TensorTable, root: str) -> np.ndar
     for pattern in patterns:
         of_types = pattern.startswith(_DTYPE)
         names = [dtype.name for dtype in tensors.dtypes] if of_types else tensors.fqns
-        hits = matching(pattern.removeprefix(_DTYPE), names)
+        hits = _of_types(pattern.removeprefix(_DTYPE), names) if of_types else matching(pattern, names)
         if not hits:
             hint = 'names have dots, and "*" crosses them'
             if of_types:
@@ -84,6 +85,12 @@ def _any_of(patterns: Sequence[str], tensors: TensorTable, root: str) -> np.ndar
             raise NotFound(f"no tensor fits {pattern!r} among {len(tensors):,}", where=root or None, hint=hint)
         found[hits] = True
     return found
+
+
+def _of_types(pattern: str, names: Sequence[str]) -> list[int]:
+    """Positions of the types of which any spelling fits."""
+    fitting = {name for name in set(names) if matching(pattern, spellings(name))}
+    return [i for i, name in enumerate(names) if name in fitting]
 
 
 def matching(pattern: str, fqns: Sequence[str]) -> list[int]:

@@ -123,6 +123,9 @@ def test_wrappers(tmp_path: Path) -> None:
     save_file({name: np.full(2, i, "f4") for i, name in enumerate(names)}, tmp_path / "m.safetensors")
     changed(tmp_path / "m.safetensors", tmp_path / "out.safetensors", strip_wrappers=True)
     assert list(load_file(tmp_path / "out.safetensors")) == ["layers.0.w", "layers.1.w", "w"]
+    with pytest.raises(UsageError, match="no name has anything that --strip-wrappers takes out"):
+        changed(tmp_path / "out.safetensors", tmp_path / "again.safetensors", strip_wrappers=True)
+    assert not (tmp_path / "again.safetensors").exists()
     changed(tmp_path / "m.safetensors", tmp_path / "b.safetensors", strip_prefixes=["module.layers.", "module."])
     assert "0._fsdp_wrapped_module._orig_mod.w" in load_file(tmp_path / "b.safetensors")
 

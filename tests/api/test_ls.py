@@ -109,6 +109,20 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert set(states(ls(tmp_path))) == {"global_step3", "global_step6", "mine"}
 
 
+@pytest.mark.parametrize("name", ["ds_z2_bf16", "ds_z3_bf16"])
+def test_two_forms_of_one_step(name: str, tmp_path: Path) -> None:
+    """Of a step and its universal form, which is written later, that is the newest which ``latest`` names."""
+    source = FIXTURES / "deepspeed" / name / "ckpt"
+    found = ls(source)
+    assert [step.path for step in found.steps] == ["global_step3_universal", "global_step3"]
+    assert (latest(found), latest(ls(source, latest=True))) == ("global_step3", "global_step3")
+    assert all(step.is_complete for step in found.steps)
+    assert [tracker.says for tracker in found.trackers] == [None, None]
+    shutil.copytree(source, tmp_path / "run")
+    (tmp_path / "run/latest").write_text("global_step3_universal")
+    assert latest(ls(tmp_path / "run")) == "global_step3_universal"
+
+
 def test_a_tracker_that_was_not_moved(tmp_path: Path) -> None:
     """Formats without a file that ends a save end it by moving the tracker: what is newer is not complete."""
     copied(DEEPSPEED, tmp_path / "global_step3", tmp_path / "global_step6")

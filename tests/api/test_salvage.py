@@ -156,13 +156,15 @@ def test_one_damaged_file_of_several(tmp_path: Path) -> None:
 def test_replica(tmp_path: Path) -> None:
     """Of a box that is stored twice the copy that is not damaged is taken."""
     tensor = torch.arange(64.0)
+    run = tmp_path / "run"
+    run.mkdir()
     for rank in range(2):
-        torch.save({"w": tensor, "b": tensor + rank * 0}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
-    path = tmp_path / "model_world_size_2_rank_0.pt"
+        torch.save({"w": tensor, "b": tensor + rank * 0}, run / f"model_world_size_2_rank_{rank}.pt")
+    path = run / "model_world_size_2_rank_0.pt"
     raw = bytearray(path.read_bytes())
     raw[raw.index(tensor.numpy().tobytes()) + 9] ^= 4
     path.write_bytes(raw)
-    done = saved(tmp_path, tmp_path / "out")
+    done = saved(run, tmp_path / "out")
     assert as_bytes(tmp_path / "out")["w"][2] == tensor.numpy().tobytes()
     assert done.is_all or not done.lost
 

@@ -49,14 +49,15 @@ def test_other_files_are_one_finding() -> None:
     listing = Listing("", {f"events.{i}": 1 for i in range(100)})
     [found] = stray_findings(MANIFEST, listing)
     assert found.message == (
-        "100 other files hold nothing of this checkpoint: 'events.0', 'events.1', 'events.10' and 97 more"
+        "100 other files hold nothing of this checkpoint and were not checked: "
+        "'events.0', 'events.1', 'events.10' and 97 more"
     )
 
 
 def test_one_other_file_is_said_in_the_singular() -> None:
     """One is not several."""
     [found] = stray_findings(MANIFEST, Listing("", {"events.0": 1}))
-    assert found.message == "1 other file holds nothing of this checkpoint: 'events.0'"
+    assert found.message == "1 other file holds nothing of this checkpoint and was not checked: 'events.0'"
 
 
 def test_named_file_has_no_strays() -> None:

@@ -173,6 +173,10 @@ def test_cat(monkeypatch: pytest.MonkeyPatch) -> None:
         (["reshard", "A", "B", "--tp", "two"], "'--tp'"),
         (["reshard", "A", "B", "--memory", "much"], "'much' is not a size in bytes"),
         (["reshard", "A", "B", "--mesh", "tp=2", "--tp", "2"], "--mesh already names"),
+        (["reshard", "A", "B", "--mesh", "tp=2,foo=3"], "has an axis 'foo'"),
+        (["reshard", "A", "B", "--mesh", "tp 2"], "is not an axis with its size"),
+        (["reshard", "A", "B", "--ep", "2"], "ep must divide dp; got ep=2, dp=1"),
+        (["reshard", "A", "B", "--to", "megatron", "--ep", "2", "--etp", "2"], "experts need a multiple of 4"),
     ],
 )
 def test_wrong_usage(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,11 +41,11 @@ def tensor(fqn: str, status: str, **fields: Any) -> TensorDiff:
 def report(*tensors: TensorDiff, **fields: Any) -> DiffReport:
     """A report of tensors."""
     values: dict[str, Any] = {
-        "objects": (), "n_ignored_tensors": 0, "n_ignored_objects": 0, "n_unselected": 0, "notes": (),
+        "objects": (), "notes": (),
         "is_quick": False, "compared_nbytes": 1 << 20, "seconds": 0.5,
     }  # fmt: skip
     side = Side("run", "dcp", len(tensors), 4096)
-    return DiffReport(side, side, tensors, **{**values, **fields})
+    return DiffReport(tensors=tensors, **{"a": side, "b": side, **values, **fields})
 
 
 def shown(found: DiffReport, *, limit: int | None = 10, with_same: bool = False) -> list[str]:
@@ -210,9 +210,7 @@ def test_limits_lists_and_notes() -> None:
         *rows,
         tensor("x", "same"),
         objects=(ObjectDiff("lr", "differs", "0.1", "0.2"), ObjectDiff("step", "same", "1", "1")),
-        n_ignored_tensors=1,
-        n_ignored_objects=2,
-        n_unselected=4,
+        a=Side("run", "dcp", 4, 4096, n_ignored_tensors=1, n_ignored_objects=2, n_unselected=4),
         notes=("paired",),
     )
     assert shown(found, limit=1, with_same=True) == [
@@ -228,8 +226,8 @@ def test_limits_lists_and_notes() -> None:
         "  lr  differs  0.1  0.2",
         "",
         "note: paired",
-        "note: 1 tensor of random and extra state and 2 objects not compared; --everything does",
-        "note: 4 tensors not selected",
+        "note: not compared: 1 tensor of random and extra state and 2 objects of A; --everything does",
+        "note: not selected: 4 tensors of A",
         "",
         "different: 1 same, 3 only in A, 1 other object; 1.00 MiB compared in 0.50 s",
     ]

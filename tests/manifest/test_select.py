@@ -191,7 +191,8 @@ def test_a_slice_means_what_it_means_to_numpy(data: st.DataObject) -> None:
 
 def test_types_are_chosen_by_name() -> None:
     """``dtype:`` and a glob; one that fits nothing names the types that are here."""
-    assert chosen("dtype:u*") == list(FQNS)
+    for spelling in ("u*", "uint8", "u8", "U8"):
+        assert chosen(f"dtype:{spelling}") == list(FQNS)
     with pytest.raises(NotFound, match="none of 7 tensors is left"):
         chosen(exclude=("dtype:uint8",))
     with pytest.raises(NotFound, match="no tensor fits 'dtype:bf16'") as caught:

@@ -28,6 +28,7 @@ from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.storage.apart import check_apart
 from ckpt_tool.storage.take_over import LINKS
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
@@ -104,6 +105,8 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError(f"{link!r} is no way to take files over", hint="one of: " + " ".join(LINKS))
     if changes.is_empty and not (fix_index or metadata or repair or adapter):
         raise UsageError("nothing to change was asked for", hint="ckpt edit --help lists what can be")
+    if adapter is not None and target is not None:
+        check_apart(adapter, target)
     with ExitStack() as opened:
         checkpoint = opened.enter_context(open_checkpoint(source, memory_budget_bytes=memory_budget_bytes))
         notes: tuple[str, ...] = ()
@@ -148,14 +151,7 @@ def _target_url(source: str | os.PathLike[str], target: str | os.PathLike[str] |
         if not is_local(source):
             raise UsageError("only what lies on this machine is edited in place", where=os.fspath(source))
         return local_path(source).rstrip("/" + os.sep)
-    if (
-        is_local(source)
-        and is_local(target)
-        and os.path.realpath(local_path(source)) == os.path.realpath(local_path(target))
-    ):
-        raise UsageError(
-            "is source and target at once", where=os.fspath(target), hint="say --in-place if that is meant"
-        )
+    check_apart(source, target, when_equal="say --in-place if that is meant")
     return os.fspath(target)
 
 

@@ -131,6 +131,10 @@ def _map(changes: NameChanges, fqns: Sequence[str], root: str) -> Callable[[str]
     for number, (searched, _) in enumerate(compiled):
         if not used[number]:
             raise UsageError(f"no name fits --rename {searched.pattern!r}", where=root, hint="ckpt inspect lists names")
+    if changes.strip_wrappers and all(without_wrappers(fqn) == fqn for fqn in fqns):
+        raise UsageError(
+            "no name has anything that --strip-wrappers takes out", where=root, hint="ckpt inspect lists names"
+        )
     unused = [prefix for prefix in changes.strip_prefixes if prefix not in stripped]
     if unused:
         raise UsageError(

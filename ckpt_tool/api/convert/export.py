@@ -38,6 +38,7 @@ from ckpt_tool.layout.origins import origins_of, renaming_views
 from ckpt_tool.layout.views import View
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.storage.apart import check_apart
 
 __all__ = ["export", "prepare_export"]
 
@@ -127,6 +128,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     Raises:
         CkptError: see ``errors``; anything that would be lost silently is refused instead.
     """
+    check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     selection = select_tensors(
         checkpoint,

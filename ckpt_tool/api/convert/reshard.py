@@ -46,6 +46,7 @@ from ckpt_tool.layout.place import place
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.storage.apart import check_apart
 
 __all__ = ["prepare_reshard", "reshard"]
 
@@ -163,6 +164,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
     if zero_stage is not None and writer.name != "deepspeed":
         raise UsageError(f"{to} has no stages of ZeRO", hint="leave out --zero-stage, or write --to deepspeed")
+    check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -85,13 +85,13 @@ class RunListing:
 
     url: str
     steps: tuple[RunStep, ...]
-    """Oldest first: by number, then by time."""
+    """Oldest first: by number, then by what trackers name, then by time."""
     trackers: tuple[Tracker, ...]
     notes: tuple[str, ...]
 
     @property
     def latest(self) -> RunStep | None:
-        """The newest complete step: that of the highest number; without numbers the last written."""
+        """The newest complete step: of the highest number, and named by a tracker; without numbers the last written."""
         return next((step for step in reversed(self.steps) if step.is_complete), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -175,7 +175,8 @@ class _Run:
             files = self._unnamed(listing, may_be_empty=may_be_empty)
         else:
             files += self._own_files(listing, files)
-        self.files = sorted(files, key=_order)
+        named = self._by_trackers(files)
+        self.files = sorted(files, key=lambda step: _order(step, named))
         parents = sorted({step.parent for step in files if step.path}, key=natural)
         if len(parents) > 1:
             shown = ", ".join(parent or "." for parent in parents[:3])
@@ -183,6 +184,16 @@ class _Run:
                 f"steps of {len(parents):,} folders are listed together: {shown}; give one for its own newest",
             )
         self._families = {step.path: families(step) for step in self.files if step.path and not step.is_file}
+
+    def _by_trackers(self, files: Sequence[StepFiles]) -> dict[str, int]:
+        """Paths of the steps that trackers name, with the place of the first such tracker among all kinds of them."""
+        named: dict[str, int] = {}
+        for path, text in self._named.items():
+            target = _target(path, text, files)
+            if target is not None:
+                place = TRACKERS.index(path.rpartition("/")[2])
+                named[target.path] = min(place, named.get(target.path, place))
+        return named
 
     def _unnamed(self, listing: Listing, *, may_be_empty: bool) -> list[StepFiles]:
         """The run as one checkpoint, or its folders that are one each, where none is called like a step."""
@@ -348,9 +359,11 @@ def _target(path: str, text: str, files: Sequence[StepFiles]) -> StepFiles | Non
     return None
 
 
-def _order(step: StepFiles) -> tuple[int, float, bool, list[tuple[str, int]]]:
+def _order(step: StepFiles, named: Mapping[str, int]) -> tuple[int, int, float, bool, list[tuple[str, int]]]:
+    """Oldest first; of one number that comes last which a tracker names, as training goes on from it."""
     number = -1 if step.name.step is None else step.name.step
-    return number, step.modified or 0.0, not step.name.is_temporary, natural(step.path)
+    is_named = -named.get(step.path, len(TRACKERS))
+    return number, is_named, step.modified or 0.0, not step.name.is_temporary, natural(step.path)
 
 
 def _verified(step: RunStep, level: str, memory_budget_bytes: int, n_workers: int | None) -> RunStep:

@@ -115,15 +115,11 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
         comparison = _Comparison(one, other, pairing, memory_budget_bytes, is_quick=quick, allow_cast=allow_cast)
         tensors = comparison.run(_n_workers(n_workers, one, other), progress, with_reasons=reasons and not quick)
         objects = _objects(one, other) if everything and not quick else ()
-        n_objects = 0 if objects else len(one.manifest.blobs) + len(other.manifest.blobs)
         return DiffReport(
-            a=_side(one),
-            b=_side(other),
+            a=_side(one, rows[0], ignores_objects=not objects),
+            b=_side(other, rows[1], ignores_objects=not objects),
             tensors=tensors,
             objects=objects,
-            n_ignored_tensors=sum(each.n_noise for each in rows),
-            n_ignored_objects=n_objects,
-            n_unselected=sum(each.n_unselected for each in rows),
             notes=(*pairing.notes, *(f"{name} lists tensors without their bytes" for name in templates)),
             is_quick=quick,
             compared_nbytes=comparison.compared_nbytes,
@@ -332,9 +328,13 @@ def _object_rows(a: dict[str, str], b: dict[str, str]) -> Iterator[ObjectDiff]:
         yield ObjectDiff(fqn, status, a.get(fqn), b.get(fqn))
 
 
-def _side(checkpoint: Checkpoint) -> Side:
+def _side(checkpoint: Checkpoint, rows: DiffRows, *, ignores_objects: bool) -> Side:
     tensors = checkpoint.manifest.tensors
-    return Side(checkpoint.url, checkpoint.format, len(tensors), int(tensors.nbytes.sum()))
+    n_objects = len(checkpoint.manifest.blobs) if ignores_objects else 0
+    return Side(
+        checkpoint.url, checkpoint.format, len(tensors), int(tensors.nbytes.sum()), rows.n_noise, n_objects,
+        rows.n_unselected,
+    )  # fmt: skip
 
 
 def _n_workers(asked: int | None, a: Checkpoint, b: Checkpoint) -> int:

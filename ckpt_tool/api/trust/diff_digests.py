@@ -121,13 +121,10 @@ def diff_digests(  # noqa: PLR0913 - the options of a diff
     if not is_quick:
         notes.append(f"digests were compared ({sums} of type, shape and bytes), no bytes")
     return DiffReport(
-        a=Side(a.url, a.format, len(one.tensors), _nbytes(one)),
-        b=Side(b.url, b.format, len(other.tensors), _nbytes(other)),
+        a=Side(a.url, a.format, len(one.tensors), _nbytes(one), rows[0].n_noise, 0, rows[0].n_unselected),
+        b=Side(b.url, b.format, len(other.tensors), _nbytes(other), rows[1].n_noise, 0, rows[1].n_unselected),
         tensors=tuple(sorted(diffs, key=lambda row: order[row.status])),
         objects=(),
-        n_ignored_tensors=sum(each.n_noise for each in rows),
-        n_ignored_objects=0,
-        n_unselected=sum(each.n_unselected for each in rows),
         notes=(*pairing.notes, *notes),
         is_quick=is_quick,
         compared_nbytes=n_a + n_b,

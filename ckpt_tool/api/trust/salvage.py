@@ -35,6 +35,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.apart import check_apart
 from ckpt_tool.storage.open import open_store
 
 __all__ = ["Lost", "SalvageResult", "salvage"]
@@ -125,8 +126,12 @@ def salvage(
 
     Raises:
         NotFound: nothing that could be saved.
+        UsageError: source and target do not lie apart.
     """
     url = os.fspath(source)
+    check_apart(source, target)
+    if like is not None:
+        check_apart(like, target)
     store, listing = open_store(source)
     try:
         lent = borrowed(Source(store, listing, is_salvage=True), like) if like is not None else None

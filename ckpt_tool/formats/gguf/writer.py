@@ -126,7 +126,8 @@ def _kind(key: str, values: list[Any], *, is_list: bool) -> int:
             narrow = exact.astype(np.float32).astype(np.float64)
         return 6 if np.array_equal(exact, narrow, equal_nan=True) else 12
     raise Unsupported(
-        f"a pair of GGUF is text, a number, or a list of either; {key!r} is not", hint="export without --all"
+        f"a pair of GGUF is text, a number, or a list of either; {key!r} is not",
+        hint="ckpt export SRC DST --to gguf, without --all, takes the weights alone",
     )
 
 

@@ -32,7 +32,7 @@ class LightningWriter:
     per_rank = False
 
     def lay_out(self, request: WriteRequest) -> LayOut:
-        """The file; see `TorchSaveWriter`.
+        """The file, which reads as any of torch.save; see `TorchSaveWriter`.
 
         Raises:
             Unsupported: the optimizer's state or objects of another program's, or what torch.save cannot hold.
@@ -50,7 +50,7 @@ class LightningWriter:
                 shown = ", ".join(map(str, others[:_SHOWN]))
                 raise Unsupported(
                     f"Lightning keeps {len(others):,} of these in another form than any other program: {shown}",
-                    hint="export the weights alone, without --all",
+                    hint="ckpt export SRC DST --to lightning, without --all, takes the weights alone",
                 )
             held = tuple(
                 (_STATE, *(path[1:] if path[0] == _STATE else (fqn,)))
@@ -58,7 +58,7 @@ class LightningWriter:
             )
             request = replace(request, tensors=replace(tensors, paths=held), blobs=tuple(_asked_for(request.info)))
         found = TORCH_SAVE.lay_out(request)
-        return replace(found, manifest=found.manifest.replace(blobs=request.blobs))
+        return replace(found, manifest=found.manifest.replace(format=self.name, blobs=request.blobs))
 
 
 def _asked_for(info: Any) -> list[Blob]:

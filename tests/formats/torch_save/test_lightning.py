@@ -18,7 +18,8 @@ SOURCE = FIXTURES / "torch/hf_single/ckpt"
 
 def test_weights_of_another_program(tmp_path: Path) -> None:
     """Under ``state_dict``, beside the few values that Lightning looks for."""
-    export(SOURCE, tmp_path / "m.ckpt", to="lightning", names="source", durable=False)
+    result = export(SOURCE, tmp_path / "m.ckpt", to="lightning", names="source", durable=False)
+    assert result.format == "lightning"
     found = torch.load(tmp_path / "m.ckpt", weights_only=True)
     assert {key: value for key, value in found.items() if key != "state_dict"} == {
         "epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.6",
