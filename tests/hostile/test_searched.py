@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.errors import CkptError
-from ckpt_tool.formats.base import Source
-from ckpt_tool.formats.detect import detect
-from ckpt_tool.storage.recording import MemoryStore
 from tests.hostile.fuzz import FIXTURES
+from tests.hostile.reading import looked_at
 
 SEARCHED = (
     "torch/dcp_zstd", "torch/dcp_safetensors", "torch/hf_single", "torch/hf_sharded", "torch/verl_2d",
@@ -56,21 +53,6 @@ VALUES = st.binary(min_size=1, max_size=8) | st.sampled_from(
 EDITS = st.builds(_put, PLACES, VALUES) | st.builds(_cut, PLACES, st.integers(1, 4096))
 EDITS |= st.builds(_repeated, PLACES, st.integers(1, 512), PLACES)
 WAYS = st.lists(EDITS, min_size=1, max_size=3)
-
-
-def looked_at(files: dict[str, bytes]) -> None:
-    """All that a reader does of a checkpoint but to read payload."""
-    source = Source(MemoryStore(files), MemoryStore(files).listing())
-    reader = detect(source)
-    manifest = reader.read(source)
-    for step in (
-        lambda: reader.resolve(source, manifest, np.arange(len(manifest.chunks), dtype=np.int64)),
-        lambda: list(reader.checksums(source, manifest)),
-        lambda: list(reader.check(source, manifest)),
-        lambda: reader.load_blobs(source, manifest, range(len(manifest.blobs))),
-    ):
-        with suppress(CkptError):
-            step()
 
 
 @pytest.mark.parametrize("name", SEARCHED)
