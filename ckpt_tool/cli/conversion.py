@@ -16,8 +16,7 @@ from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.api.convert.conversion import Conversion
-    from ckpt_tool.engine.base import CastReport
+    from ckpt_tool.api.convert.conversion import Conversion, ConversionResult
 
 _RESUME = "the same command with --resume goes on where this one stopped"
 
@@ -78,13 +77,13 @@ def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_
         sink.talk([line(f"{share}: {written} written; the first process completes {result.target_url}")])
         return
     sink.show(result_lines(result, conversion.mesh, width=sink.width))
-    _show_differences(sink, conversion, result.report.casts)
+    _show_differences(sink, conversion, result)
     sink.json(result.to_json())
     sink.values([] if plan_json == "-" else [result.target_url])
 
 
-def _show_differences(sink: Output, conversion: Conversion, reports: tuple[CastReport, ...] = ()) -> None:
+def _show_differences(sink: Output, conversion: Conversion, result: ConversionResult | None = None) -> None:
     casts = [(cast.fqn, cast.source.name, cast.target.name) for cast in conversion.casts]
-    sink.show(cast_lines(casts, reports, width=sink.width))
+    sink.show(cast_lines(casts, () if result is None else result.report.casts, width=sink.width))
     sink.show(drop_lines(conversion.dropped, width=sink.width))
-    sink.notes(conversion.notes)
+    sink.notes(conversion.notes if result is None else result.notes)

@@ -159,7 +159,9 @@ Include = Annotated[
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Leave out tensors that fit. Repeatable.", show_default=False),
+    typer.Option(
+        "--exclude", metavar="GLOB", help="Leave out what fits, in copies objects too. Repeatable.", show_default=False
+    ),
 ]
 Dtype = Annotated[
     str | None,

@@ -85,3 +85,5 @@ class RunReport:
     casts: tuple[CastReport, ...]
     digests: TakenDigests | None = None
     """Where they were asked for."""
+    shared_nbytes: int = 0
+    """Bytes of the target that are blocks of the source's files, which a file system shared instead of copying."""

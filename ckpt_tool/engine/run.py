@@ -137,7 +137,8 @@ def _run(job: Job, leader: Leader | RemoteLeader | None) -> Iterator[Progress | 
     taken = None
     if job.digests is not None:
         taken = job.digests.digests([row for record in done.values() for row in record.digests])
-    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken)
+    shared = 0 if job.clones is None else int(job.clones.shared_nbytes().sum())
+    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken, shared)
 
 
 def _begun(job: Job, leader: Leader | RemoteLeader | None) -> tuple[Journal | None, dict[int, UnitRecord]]:

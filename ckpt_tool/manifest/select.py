@@ -23,11 +23,12 @@ from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
 if TYPE_CHECKING:
     from ckpt_tool.manifest.model import Manifest
 
-__all__ = ["Index", "expand_braces", "matching", "parse_slice", "select", "slice_box"]
+__all__ = ["OF_TYPES", "Index", "expand_braces", "matching", "parse_slice", "select", "slice_box"]
 
 Index = tuple["slice | int | EllipsisType", ...]
 
-_DTYPE = "dtype:"
+OF_TYPES = "dtype:"
+"""Before a pattern that is held against element types."""
 _MAX_EXPANSIONS = 10_000
 _SLICE_EXAMPLE = 'write it like "NAME[0:4, :]": whole numbers, ":" and "..." only'
 
@@ -73,9 +74,9 @@ def select(
 def _any_of(patterns: Sequence[str], tensors: TensorTable, root: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     found = np.zeros(len(tensors), dtype=np.bool_)
     for pattern in patterns:
-        of_types = pattern.startswith(_DTYPE)
+        of_types = pattern.startswith(OF_TYPES)
         names = [dtype.name for dtype in tensors.dtypes] if of_types else tensors.fqns
-        hits = _of_types(pattern.removeprefix(_DTYPE), names) if of_types else matching(pattern, names)
+        hits = _of_types(pattern.removeprefix(OF_TYPES), names) if of_types else matching(pattern, names)
         if not hits:
             hint = 'names have dots, and "*" crosses them'
             if of_types:

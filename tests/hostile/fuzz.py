@@ -1,5 +1,7 @@
 """python -m tests.hostile.fuzz SEED N [NAME...]: commands on N mutated copies of fixtures, in one limited process.
 
+Without a name those are small ones of twenty kinds; ``all`` stands for every fixture, those in archives too.
+
 A line of JSON for each rule that was broken: an exception that is no answer, a status that is not documented, a call
 that took too long, memory beyond the limit, something that a file made run, or a damage that was called whole.
 """
@@ -15,6 +17,7 @@ import resource
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -41,13 +44,17 @@ SMALL = (
     "torch_checkpointing/fsdp2_4r_safetensors", "deepspeed/ds_z0_fp32", "deepspeed/ds_z1_fp32", "deepspeed/ds_z3_sub",
     "deepspeed/peft_lora", "bytecheckpoint/ddp_2r", "torch/dcp_no_collectives",
 )  # fmt: skip
+ARCHIVES = ("megatron", "vescale", "zoo")
+"""Folders of fixtures of which the checkpoints lie in one archive."""
 MEMORY_BYTES = 3 << 30
 """Address space; the interpreter with numpy and pyarrow takes one."""
 MAX_S, MAX_WALL_S = 10, 120
 """Of the process's own time, and of the clock's, which runs on while others have the machine."""
 _CHECKED = (".pt", ".bin", ".distcp", ".ckpt", ".pth")
 """Zips, of whose content each byte has a checksum."""
-_UNCHECKED = ("bytecheckpoint/ddp_2r", "torch/dcp_safetensors")
+_UNCHECKED = tuple(f"bytecheckpoint/{name}" for name in ("ddp_2r", "fsdp_dec_4r", "hsdp_4r")) + (
+    "torch/dcp_safetensors",
+)
 """Whose items are bytes alone, or safetensors, though the names of their files are those of zips."""
 _RUNS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "ctypes.dlopen")
 
@@ -175,6 +182,27 @@ def _look_up_the_c_library() -> None:
         exchange("", "")
 
 
+def every() -> tuple[str, ...]:
+    """Names of all fixtures that are one checkpoint."""
+    folders = [str(path.parent.relative_to(FIXTURES)) for path in sorted(FIXTURES.glob("*/*/ckpt")) if path.is_dir()]
+    packed: list[str] = []
+    for name in ARCHIVES:
+        with tarfile.open(FIXTURES / name / "checkpoints.tar.xz") as archive:
+            packed += sorted({f"{name}/{member.name.partition('/')[0]}" for member in archive})
+    return (*(name for name in folders if name != "torch/pt_files"), *packed)
+
+
+def _placed(name: str, base: Path) -> Path:
+    """A copy of a fixture to be damaged."""
+    kind, _, own = name.partition("/")
+    if (FIXTURES / name / "ckpt").is_dir():
+        return Path(shutil.copytree(FIXTURES / name / "ckpt", base / name))
+    if not (base / "packed" / kind).is_dir():
+        with tarfile.open(FIXTURES / kind / "checkpoints.tar.xz") as archive:
+            archive.extractall(base / "packed" / kind, filter="data")
+    return Path(shutil.copytree(base / "packed" / kind / own / "ckpt", base / name))
+
+
 def run(seed: int, n: int, names: tuple[str, ...], say: Any) -> int:
     """Try ``n`` mutations, in turn of all files of these fixtures; the number of broken rules."""
     rng = random.Random(seed)
@@ -184,7 +212,7 @@ def run(seed: int, n: int, names: tuple[str, ...], say: Any) -> int:
     with tempfile.TemporaryDirectory(prefix="ckpt-fuzz-") as base:
         places = []
         for name in names:
-            folder = Path(shutil.copytree(FIXTURES / name / "ckpt", Path(base) / name))
+            folder = _placed(name, Path(base))
             truth = contents(folder)
             places += [(name, folder, path, truth) for path in sorted(folder.rglob("*")) if path.is_file()]
         rng.shuffle(places)
@@ -212,4 +240,5 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     os.environ["COLUMNS"] = "100"
     chosen = tuple(sys.argv[3:]) or SMALL
+    chosen = every() if chosen == ("all",) else chosen
     sys.exit(1 if run(int(sys.argv[1]), int(sys.argv[2]), chosen, print) else 0)

@@ -45,6 +45,10 @@ __all__ = [
     "whole_boxes",
 ]
 
+_NOTHING_SHARED = (
+    "no block is shared with the source, all was copied: both must lie on one file system that can (XFS, Btrfs), in "
+    "tensors of many blocks"
+)
 _KEEPS_OBJECT_BYTES = frozenset({"dcp", "rank-files", "torchsnapshot", "megatron-dist", "megatron-legacy"})
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz", ".gguf")
 
@@ -109,6 +113,8 @@ class Conversion:
     is_single_file: bool
     origins: Origins | None = None
     """What the tensors were made of, where they are views."""
+    asks_to_share: bool = False
+    """Whether headers were padded so that a file system can share blocks of the source."""
 
     @property
     def casts(self) -> tuple[Cast, ...]:
@@ -177,6 +183,8 @@ class Conversion:
             raise StorageError("the run ended without a report", where=self.target_url)
         files = self.layout.manifest.files
         notes = self.notes
+        if self.asks_to_share and not report.shared_nbytes:
+            notes += (_NOTHING_SHARED,)
         if manifest_url is not None and report.digests is not None:
             table = digest_table(self.layout.manifest, report.digests)
             write_manifest(table, manifest_url)
@@ -261,7 +269,7 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
     plan = make_plan(source, layout.manifest.replace(root=url), limits=limits, owners=owners)
     return Conversion(
         checkpoint, url, plan, layout, mesh, tuple(dropped), (*source.notes, *notes, *layout.manifest.notes),
-        execution, single, origins,
+        execution, single, origins, bool(options.origins),
     )  # fmt: skip
 
 

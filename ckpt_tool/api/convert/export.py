@@ -106,7 +106,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         facts: numbers that such rules need and the checkpoint does not record (``heads``, ``kv_heads``).
         true_vocab: rows of the vocabulary that are no padding.
         include: globs or ``re:`` patterns of tensors to take.
-        exclude: globs or ``re:`` patterns of tensors to leave.
+        exclude: globs or ``re:`` patterns of tensors and objects to leave.
         dtype: cast the model's floating tensors; each cast is reported.
         masters: fp32 masters of the optimizer in place of the weights, which are roundings of them.
         tied: tensors that share bytes: ``keep`` writes each, ``drop`` the first only, ``auto`` drops when the source's
@@ -128,6 +128,14 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     Raises:
         CkptError: see ``errors``; anything that would be lost silently is refused instead.
     """
+    writer = writer_named(to or _by_suffix(target))
+    to = writer.name
+    if writer.per_rank and to not in _WHOLE_ON_ONE_RANK:
+        raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
+    if isinstance(writer, PlacingWriter):
+        raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")
+    if share_blocks and to != "safetensors":
+        raise UsageError(f"{to} has no header that can be padded", hint="leave out --share-blocks")
     check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
     selection = select_tensors(
@@ -160,17 +168,11 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         manifest = renamed(manifest, dict(new_names))
         if any(old != new for old, new in new_names):
             views = renaming_views(before, new_names)
-    writer = writer_named(to or _by_suffix(target))
-    to = writer.name
-    if writer.per_rank and to not in _WHOLE_ON_ONE_RANK:
-        raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
-    if isinstance(writer, PlacingWriter):
-        raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")
     blobs: tuple[Blob, ...] = ()
     if everything and to in _HOLDS_OBJECTS:
-        blobs = by_name(checkpoint.load_blobs())
+        blobs = by_name(selection.load_objects(checkpoint))
     else:
-        dropped += [Dropped(blob.fqn, "not a tensor") for blob in checkpoint.manifest.blobs]
+        dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
     tensors = cast_model(manifest.tensors, wanted_dtype(dtype))
     config = {} if by_family is None or to not in _HAS_CONFIG else dict(by_family.config)
     return build_conversion(

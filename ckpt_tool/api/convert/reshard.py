@@ -22,7 +22,7 @@ from ckpt_tool.api.convert.conversion import (
 )
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
-from ckpt_tool.api.convert.selection import select_objects, select_tensors
+from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.convert.stored_boxes import Storing, stored_boxes
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
@@ -118,7 +118,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             ``auto`` is ``once`` where a format has global metadata, and else once per data-parallel group.
         dtype: cast the model's floating tensors; each cast is reported.
         include: globs or ``re:`` patterns of tensors to take.
-        exclude: globs or ``re:`` patterns of tensors to leave.
+        exclude: globs or ``re:`` patterns of tensors and objects to leave.
         rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes;
             ``emit``, for a target of Megatron: random states as at the start of a run.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
@@ -170,8 +170,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         opened.push(checkpoint)
         sections = ("model",) if to in _WEIGHTS_ALONE else None
         selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=sections, unequal=unequal)
-        blobs, unfit = select_objects(checkpoint.load_blobs(), include=include, exclude=exclude)
-        manifest, dropped, notes = selection.manifest, (*selection.dropped, *unfit), [*selection.notes]
+        manifest, blobs = selection.manifest, selection.load_objects(checkpoint)
+        dropped, notes = selection.dropped, [*selection.notes]
         if to in _WEIGHTS_ALONE:
             dropped, blobs = (*dropped, *(Dropped(blob.fqn, "not a tensor") for blob in blobs)), ()
         options = WriterOptions(

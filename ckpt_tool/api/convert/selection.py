@@ -9,12 +9,12 @@ from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.unequal import apply_unequal, parse_unequal, settle_unequal
 from ckpt_tool.errors import CoverageError
 from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.select import matching, select
+from ckpt_tool.manifest.select import OF_TYPES, matching, select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 
-__all__ = ["Selection", "select_objects", "select_tensors"]
+__all__ = ["Selection", "select_tensors"]
 
 _GATHERED = ".param_state/shard_"
 """In the names of objects that are optimizer state: Megatron's buffers, gathered from the ranks that share them."""
@@ -27,6 +27,13 @@ class Selection:
     manifest: Manifest
     dropped: tuple[Dropped, ...]
     notes: tuple[str, ...] = ()
+    objects: tuple[int, ...] = ()
+    """Rows of the source's objects that are taken."""
+
+    def load_objects(self, checkpoint: Checkpoint) -> tuple[Blob, ...]:
+        """The objects that are taken, with their inert values; the others are not read."""
+        blobs = checkpoint.load_blobs(self.objects)
+        return tuple(blobs[row] for row in self.objects)
 
 
 def select_tensors(
@@ -37,12 +44,14 @@ def select_tensors(
     sections: Sequence[str] | None,
     unequal: str | Sequence[str] | None,
 ) -> Selection:
-    """The tensors that fit, with exact payload positions.
+    """The tensors that fit, with exact payload positions, and the objects that go along.
+
+    Those are all that ``exclude`` does not name, but for objects that are state of tensors themselves, which must fit.
 
     Args:
         checkpoint: the source.
-        include: globs or ``re:`` patterns, all when empty.
-        exclude: globs or ``re:`` patterns.
+        include: globs or ``re:`` patterns of tensors, all when empty.
+        exclude: globs or ``re:`` patterns of tensors and objects.
         sections: ``model``, ``optimizer``, ``other``; None for all.
         unequal: rules for tensors of which ranks hold different values, and nothing says what each is a part of:
             ``first`` takes the first rank's, ``concat:0`` puts them one behind another along a dimension, both also
@@ -63,7 +72,9 @@ def select_tensors(
             where=checkpoint.url,
             hint=f'fetch them; "ckpt verify {checkpoint.url}" lists all',
         )
-    rows = select(manifest, include=include, exclude=exclude, sections=sections or ())
+    left_out = {pattern: _objects_that_fit(manifest, pattern) for pattern in exclude}
+    of_tensors = [pattern for pattern in exclude if not left_out[pattern] or _fits_a_tensor(manifest, pattern)]
+    rows = select(manifest, include=include, exclude=of_tensors, sections=sections or ())
     chosen = set(rows.tolist())
     fqns = [manifest.tensors.fqns[row] for row in rows]
     dims = settle_unequal(checkpoint, fqns, parse_unequal(unequal))
@@ -73,19 +84,26 @@ def select_tensors(
             section = SECTIONS[manifest.tensors.section[row]]
             why = f"{section} state" if sections is not None and section not in sections else "not selected"
             dropped.append(Dropped(manifest.tensors.fqns[row], why))
+    gone = set().union(*left_out.values())
+    if include:
+        gone |= _unfit_state(manifest, include)
+    dropped += [Dropped(fqn, "not selected") for fqn in dict.fromkeys(manifest.blobs[row].fqn for row in sorted(gone))]
+    objects = tuple(row for row in range(len(manifest.blobs)) if row not in gone)
     taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), dims)
-    return Selection(taken, tuple(dropped), notes)
+    return Selection(taken, tuple(dropped), notes, objects)
 
 
-def select_objects(
-    blobs: Sequence[Blob], *, include: Sequence[str], exclude: Sequence[str]
-) -> tuple[tuple[Blob, ...], tuple[Dropped, ...]]:
-    """Objects that go along with the tensors that fit: all but those that are state themselves, and do not fit."""
-    names = [blob.fqn for blob in blobs if _GATHERED in blob.fqn]
-    fitting = {names[at] for pattern in include for at in matching(pattern, names)} if include else set(names)
-    fitting -= {names[at] for pattern in exclude for at in matching(pattern, names)}
-    left = [name for name in names if name not in fitting]
-    return (
-        tuple(blob for blob in blobs if blob.fqn not in left),
-        tuple(Dropped(name, "not selected") for name in left),
-    )
+def _objects_that_fit(manifest: Manifest, pattern: str) -> set[int]:
+    if pattern.startswith(OF_TYPES):
+        return set()
+    return set(matching(pattern, [blob.fqn for blob in manifest.blobs]))
+
+
+def _fits_a_tensor(manifest: Manifest, pattern: str) -> bool:
+    return bool(matching(pattern, manifest.tensors.fqns))
+
+
+def _unfit_state(manifest: Manifest, include: Sequence[str]) -> set[int]:
+    """Objects that are state themselves and that no pattern fits."""
+    state = {row for row, blob in enumerate(manifest.blobs) if _GATHERED in blob.fqn}
+    return state.difference(*(_objects_that_fit(manifest, pattern) for pattern in include))
