@@ -12,7 +12,8 @@
 #   make test-cuda  loading into the memory of a GPU, and saving from it
 #   make bench   the measurements; bench-job those of loading and saving in a job
 #   make matrix  each kind of damage to each file of twenty formats, and the finding that says so
-#   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole
+#   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole; SEED=N for others. With
+#                Atheris installed a search guided by coverage goes on for MINUTES=10
 #   make clean   remove what the others made
 
 PYTHON ?= python3
@@ -131,7 +132,8 @@ bench: $(INSTALLED)
 	$(BIN)/pytest -m bench -s tests/bench
 
 fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.hostile.fuzz $(or $(SEED),1) 10000
+	$(BIN)/python -m tests.hostile.fuzz $(or $(SEED),1) 10000 all
+	$(BIN)/python -m tests.hostile.guided $(or $(MINUTES),10)
 
 matrix: $(INSTALLED)
 	$(BIN)/pytest -m matrix tests/damage

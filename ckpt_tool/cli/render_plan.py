@@ -57,11 +57,11 @@ def result_lines(result: ConversionResult, mesh: Mesh | None, *, width: int) -> 
     """What a run wrote, and how fast."""
     report = result.report
     rate = f", {format_bytes(round(report.written_nbytes / report.seconds))}/s" if report.seconds > 0 else ""
-    resumed = f"; {format_bytes(report.resumed_nbytes)} were there already" if report.resumed_nbytes else ""
-    shared = f"; {format_bytes(report.shared_nbytes)} of it shared blocks" if report.shared_nbytes else ""
+    besides = f"; {format_bytes(report.resumed_nbytes)} were there already" if report.resumed_nbytes else ""
+    besides += f"; {format_bytes(report.shared_nbytes)} in blocks of the source" if report.shared_nbytes else ""
     text = (
         f"{result.format}, {mesh_text(mesh)}: {counted(result.n_tensors, 'tensor')} in "
-        f"{counted(result.n_files, 'file')}, {format_bytes(result.nbytes)} in {report.seconds:.2f} s{rate}{resumed}{shared}"
+        f"{counted(result.n_files, 'file')}, {format_bytes(result.nbytes)} in {report.seconds:.2f} s{rate}{besides}"
     )
     lines = wrap(text, width, line("wrote ", Span(result.target_url, "bold green"), "  "), "  ")
     if result.manifest_url is not None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
 
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats._vescale_names import vescale_names
 from ckpt_tool.formats.base import Checksum, Probe, Reader, Source
 from ckpt_tool.formats.dcp.reader import READER as DCP
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.merge import PartBounds, bounds_of, merge_manifests, replace_chunks, split_manifest
+from ckpt_tool.manifest.merge import PartRows, merge_manifests, replace_chunks, rows_of_part, split_manifest
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.records import dataclass
@@ -55,10 +57,9 @@ class Bundle:
         parts = [(folder, self._part(source, folder)) for folder in self._known(source)]
         merged = merge_manifests(parts, format_name=self.name, root=source.listing.url)
         info = {key: value for _, part in reversed(parts) for key, value in part.info.items()}
-        info["parts"] = [
-            {key: list(span) if isinstance(span, tuple) else span for key, span in asdict(bounds).items()}
-            for bounds in bounds_of(parts)
-        ]
+        ends = list(accumulate(len(part.tensors) for _, part in parts))
+        spans = zip([0, *ends], ends, strict=False)
+        info["parts"] = [{"folder": f, "tensors": list(span)} for (f, _), span in zip(parts, spans, strict=True)]
         mesh = next((part.mesh for _, part in parts if part.mesh is not None), None)
         notes = tuple(f"{folder}: {note}" for folder, part in parts for note in part.notes)
         return merged.replace(info=info, mesh=mesh, notes=notes)
@@ -69,39 +70,38 @@ class Bundle:
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
         """Each part resolves its own rows."""
-        for bounds, part, inner in self._parts(source, manifest):
-            start, stop = bounds.chunks
-            own = rows[(rows >= start) & (rows < stop)] - start
+        for picked, part, inner in self._parts(source, manifest):
+            own = np.flatnonzero(np.isin(picked.chunks, rows))
             if len(own):
-                chunks = replace_chunks(manifest, bounds, self.reader.resolve(inner, part, own))
+                chunks = replace_chunks(manifest, picked, self.reader.resolve(inner, part, own))
                 manifest = manifest.replace(chunks=chunks)
         return manifest.chunks
 
     def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
         """Each part loads its own objects."""
         blobs = list(manifest.blobs)
-        for bounds, part, inner in self._parts(source, manifest):
-            start, stop = bounds.blobs
-            own = [row - start for row in rows if start <= row < stop]
-            for row, blob in enumerate(self.reader.load_blobs(inner, part, own)) if own else ():
-                where = manifest.blobs[start + row].where
-                blobs[start + row] = Blob(blob.fqn, blob.kind, where, blob.value, blob.path, blob.rank, blob.is_loaded)
+        wanted = frozenset(rows)
+        for picked, part, inner in self._parts(source, manifest):
+            own = [at for at, row in enumerate(picked.blobs) if row in wanted]
+            for row, blob in zip(picked.blobs, self.reader.load_blobs(inner, part, own), strict=True) if own else ():
+                where = manifest.blobs[row].where
+                blobs[row] = Blob(blob.fqn, blob.kind, where, blob.value, blob.path, blob.rank, blob.is_loaded)
         return tuple(blobs)
 
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """Those of all parts."""
-        for bounds, part, inner in self._parts(source, manifest):
+        for picked, part, inner in self._parts(source, manifest):
             for found in self.reader.checksums(inner, part):
                 if isinstance(found, Finding):
-                    yield _finding_below(bounds.folder, found)
+                    yield _finding_below(picked.folder, found)
                 else:
-                    yield Checksum(_below(bounds.folder, found.where), found.crc32, found.fqn)
+                    yield Checksum(_below(picked.folder, found.where), found.crc32, found.fqn)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Those of all parts."""
-        for bounds, part, inner in self._parts(source, manifest):
+        for picked, part, inner in self._parts(source, manifest):
             for finding in self.reader.check(inner, part):
-                yield _finding_below(bounds.folder, finding)
+                yield _finding_below(picked.folder, finding)
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -118,13 +118,14 @@ class Bundle:
             raise NotFound(f"no folder of a {self.name} checkpoint", where=source.listing.url)
         return known
 
-    def _parts(self, source: Source, manifest: Manifest) -> Iterator[tuple[PartBounds, Manifest, Source]]:
-        """Rows, manifest and source of each part, told from the merged manifest alone."""
-        for row in manifest.info["parts"]:
-            spans = (tuple(row[key]) for key in ("tensors", "chunks", "files", "blobs"))
-            bounds = PartBounds(row["folder"], *spans)
-            part = split_manifest(manifest, bounds, format_name=self.reader.name)
-            yield bounds, part, _inside(source, bounds.folder)
+    def _parts(self, source: Source, manifest: Manifest) -> Iterator[tuple[PartRows, Manifest, Source]]:
+        """Rows, manifest and source of each part, told from the merged manifest, or some rows of it, alone."""
+        parts = manifest.info["parts"]
+        is_whole = parts[-1]["tensors"][1] == len(manifest.tensors)
+        for part in parts:
+            span = (part["tensors"][0], part["tensors"][1]) if is_whole else None
+            picked = rows_of_part(manifest, part["folder"], span)
+            yield picked, split_manifest(manifest, picked, format_name=self.reader.name), _inside(source, picked.folder)
 
 
 def _inside(source: Source, folder: str) -> Source:

@@ -13,18 +13,18 @@ from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
 
-__all__ = ["PartBounds", "bounds_of", "merge_manifests", "replace_chunks", "split_manifest", "stacked_chunks"]
+__all__ = ["PartRows", "merge_manifests", "replace_chunks", "rows_of_part", "split_manifest", "stacked_chunks"]
 
 
-@dataclass(frozen=True, slots=True)
-class PartBounds:
-    """Which rows of a merged manifest one part has: tensors, chunks, files and blobs are runs of rows."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PartRows:
+    """Which rows of a merged manifest one part has, ascending."""
 
     folder: str
-    tensors: tuple[int, int]
-    chunks: tuple[int, int]
-    files: tuple[int, int]
-    blobs: tuple[int, int]
+    tensors: IntArray
+    chunks: IntArray
+    files: IntArray
+    blobs: tuple[int, ...]
 
 
 def merge_manifests(parts: Sequence[tuple[str, Manifest]], *, format_name: str, root: str) -> Manifest:
@@ -62,52 +62,52 @@ def merge_manifests(parts: Sequence[tuple[str, Manifest]], *, format_name: str, 
     )
 
 
-def bounds_of(parts: Sequence[tuple[str, Manifest]]) -> tuple[PartBounds, ...]:
-    """The rows that each part has in the manifest that ``merge_manifests`` makes of them."""
-    bounds = []
-    at = [0, 0, 0, 0]
-    for folder, part in parts:
-        counts = (len(part.tensors), len(part.chunks), len(part.files), len(part.blobs))
-        tensors, chunks, files, blobs = ((start, start + count) for start, count in zip(at, counts, strict=True))
-        bounds.append(PartBounds(folder, tensors, chunks, files, blobs))
-        at = [tensors[1], chunks[1], files[1], blobs[1]]
-    return tuple(bounds)
+def rows_of_part(manifest: Manifest, folder: str, tensors: tuple[int, int] | None) -> PartRows:
+    """The rows of what lies in one folder, of a merged manifest or of some rows of it.
 
-
-def split_manifest(manifest: Manifest, bounds: PartBounds, *, format_name: str) -> Manifest:
-    """One part of a merged manifest as it was, with its own root.
-
-    ``split_manifest(merge_manifests(parts), bounds_of(parts)[i])`` has the rows of ``parts[i]``.
+    Args:
+        manifest: merged, perhaps without some chunks, files or objects.
+        folder: of the part.
+        tensors: first and behind the last row of its tensors, where all are there; else those that have chunks in it.
     """
-    (t0, t1), (c0, c1), (f0, f1), (b0, b1) = bounds.tensors, bounds.chunks, bounds.files, bounds.blobs
-    chunks = manifest.chunks.take(np.arange(c0, c1))
-    tensors = manifest.tensors.take(np.arange(t0, t1))
+    inside = f"{folder}/"
+    files = np.flatnonzero(np.array([path.startswith(inside) for path in manifest.files.paths], dtype=bool))
+    chunks = np.flatnonzero(np.isin(manifest.chunks.file, files))
+    own = np.unique(manifest.chunks.tensor[chunks]) if tensors is None else np.arange(*tensors)
+    blobs = (row for row, blob in enumerate(manifest.blobs) if blob.where and blob.where.path.startswith(inside))
+    return PartRows(folder, own.astype(np.int64), chunks, files, tuple(blobs))
+
+
+def split_manifest(manifest: Manifest, part: PartRows, *, format_name: str) -> Manifest:
+    """One part of a merged manifest as it was, with its own root."""
+    chunks = manifest.chunks.take(part.chunks)
+    tensors = manifest.tensors.take(part.tensors)
     width = tensors.shape.shape[1]
     return Manifest(
         format=format_name,
-        root=f"{manifest.root.rstrip('/')}/{bounds.folder}",
+        root=f"{manifest.root.rstrip('/')}/{part.folder}",
         tensors=tensors,
         chunks=chunks.replace(
-            tensor=(chunks.tensor - t0).astype(np.int32),
-            file=(chunks.file - f0).astype(np.int32),
+            tensor=np.searchsorted(part.tensors, chunks.tensor).astype(np.int32),
+            file=np.searchsorted(part.files, chunks.file).astype(np.int32),
             offsets=chunks.offsets[:, :width],
             sizes=chunks.sizes[:, :width],
             strides=None if chunks.strides is None else chunks.strides[:, :width],
         ),
-        files=FileTable(tuple(_without(bounds.folder, entry) for entry in manifest.files.entries[f0:f1])),
-        blobs=tuple(_blob_without(bounds.folder, blob) for blob in manifest.blobs[b0:b1]),
+        files=FileTable(tuple(_without(part.folder, manifest.files.entries[row]) for row in part.files.tolist())),
+        blobs=tuple(_blob_without(part.folder, manifest.blobs[row]) for row in part.blobs),
     )
 
 
-def replace_chunks(manifest: Manifest, bounds: PartBounds, chunks: ChunkTable) -> ChunkTable:
+def replace_chunks(manifest: Manifest, part: PartRows, chunks: ChunkTable) -> ChunkTable:
     """All chunks of a merged manifest, those of one part taken from that part's table."""
-    part = chunks.replace(
-        tensor=(chunks.tensor + bounds.tensors[0]).astype(np.int32),
-        file=(chunks.file + bounds.files[0]).astype(np.int32),
+    new = chunks.replace(
+        tensor=part.tensors[chunks.tensor].astype(np.int32), file=part.files[chunks.file].astype(np.int32)
     )
-    before = manifest.chunks.take(np.arange(bounds.chunks[0]))
-    behind = manifest.chunks.take(np.arange(bounds.chunks[1], len(manifest.chunks)))
-    return stacked_chunks([before, part, behind], manifest.tensors.shape.shape[1])
+    n = len(manifest.chunks)
+    order = np.arange(n)
+    order[part.chunks] = n + np.arange(len(part.chunks))
+    return stacked_chunks([manifest.chunks, new], manifest.tensors.shape.shape[1]).take(order)
 
 
 def _merged_chunks(parts: Sequence[Manifest], width: int) -> ChunkTable:

@@ -169,6 +169,30 @@ def test_replica(tmp_path: Path) -> None:
     assert done.is_all or not done.lost
 
 
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_two_checkpoints_in_one(tmp_path: Path, damage: str) -> None:
+    """A damaged file of an optimizer's folder costs what it held, and nothing of the model's folder."""
+    source = FIXTURES / "deepspeed/accelerate_fsdp2/ckpt"
+    expected = as_bytes(source)
+    shutil.copytree(source, tmp_path / "c")
+    path = next((tmp_path / "c").glob("optimizer_0/__1_0.distcp"))
+    raw = path.read_bytes()
+    half = len(raw) // 2
+    path.write_bytes(raw[:half] if damage == "cut" else raw[:half] + bytes(b ^ 255 for b in raw[half : half + 6000])
+                     + raw[half + 6000 :])  # fmt: skip
+    report = verify(tmp_path / "c", level="full")
+    assert {finding.where.path for finding in report.findings if finding.where and finding.severity > 1} == {
+        "optimizer_0/__1_0.distcp"
+    }
+    done = saved(tmp_path / "c", tmp_path / "out")
+    kept = as_bytes(tmp_path / "out")
+    assert kept == {fqn: expected[fqn] for fqn in kept}
+    lost = {each.fqn for each in done.lost} & set(expected)
+    assert lost == set(expected) - set(kept)
+    assert lost
+    assert all(fqn.startswith("optimizer") for fqn in lost)
+
+
 def test_nothing_left(tmp_path: Path) -> None:
     """What is no checkpoint is no salvage either, and nothing is written."""
     (tmp_path / "a").mkdir()

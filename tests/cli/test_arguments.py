@@ -175,6 +175,7 @@ def test_cat(monkeypatch: pytest.MonkeyPatch) -> None:
         (["reshard", "A", "B", "--mesh", "tp=2", "--tp", "2"], "--mesh already names"),
         (["reshard", "A", "B", "--mesh", "tp=2,foo=3"], "has an axis 'foo'"),
         (["reshard", "A", "B", "--mesh", "tp 2"], "is not an axis with its size"),
+        (["export", "A", "B", "--to", "dcp", "--share-blocks"], "dcp has no header that can be padded"),
         (["reshard", "A", "B", "--ep", "2"], "ep must divide dp; got ep=2, dp=1"),
         (["reshard", "A", "B", "--to", "megatron", "--ep", "2", "--etp", "2"], "experts need a multiple of 4"),
     ],

@@ -84,9 +84,12 @@ def test_shared_pieces_are_not_written(tmp_path: Path, monkeypatch: pytest.Monke
     save_file(truth, tmp_path / "model.safetensors", metadata={"format": "pt", "odd": "x" * 41})
     total = sum(array.nbytes for array in truth.values())
     options: dict[str, Any] = {"max_shard_nbytes": 3 << 20, "share_blocks": True, "digest": digest, "durable": False}
-    export(tmp_path / "model.safetensors", tmp_path / "written", **options)
+    monkeypatch.setattr(local_target, "clone_range", lambda *_: False)
+    written = export(tmp_path / "model.safetensors", tmp_path / "written", **options)
     monkeypatch.setattr(local_target, "clone_range", clone_range)
-    export(tmp_path / "model.safetensors", tmp_path / "shared", **options)
+    result = export(tmp_path / "model.safetensors", tmp_path / "shared", **options)
+    assert (written.report.shared_nbytes, [note[:18] for note in written.notes]) == (0, ["no block is shared"])
+    assert (result.report.shared_nbytes + 4096, result.notes) == (sum(shared), ())  # the trial is one block
     assert total - 4 * 8192 * len(truth) <= sum(shared) < total
     names = sorted(os.listdir(tmp_path / "shared"))
     assert len(names) == 4

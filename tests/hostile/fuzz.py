@@ -52,9 +52,7 @@ MAX_S, MAX_WALL_S = 10, 120
 """Of the process's own time, and of the clock's, which runs on while others have the machine."""
 _CHECKED = (".pt", ".bin", ".distcp", ".ckpt", ".pth")
 """Zips, of whose content each byte has a checksum."""
-_UNCHECKED = tuple(f"bytecheckpoint/{name}" for name in ("ddp_2r", "fsdp_dec_4r", "hsdp_4r")) + (
-    "torch/dcp_safetensors",
-)
+_UNCHECKED = ("bytecheckpoint/ddp_2r", "bytecheckpoint/fsdp_dec_4r", "bytecheckpoint/hsdp_4r", "torch/dcp_safetensors")
 """Whose items are bytes alone, or safetensors, though the names of their files are those of zips."""
 _RUNS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "ctypes.dlopen")
 
