@@ -1,4 +1,4 @@
-"""Weights that have a name and no elements: what is left of a parameter that was saved while other ranks had it.
+"""What is known to have been there: files that others tell of, and weights that have a name and no elements.
 
 ZeRO-3 leaves a tensor of shape [0] in place of each parameter that it has shared out; a state dict taken without
 gathering them, of a whole model or of an adapter, holds nothing else.
@@ -6,18 +6,27 @@ gathering them, of a whole model or of an adapter, holds nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 
-__all__ = ["absent_findings"]
+__all__ = ["absent_findings", "missing_file_findings"]
 
 _LEAVES = ("weight", "bias")
 _SHOWN = 3
+
+
+def missing_file_findings(manifest: Manifest, told: Iterable[Finding]) -> Iterator[Finding]:
+    """An error for each file that the reader found to be missing, but for those that ``told`` says already."""
+    said = [finding.message for finding in told if finding.severity is Severity.ERROR]
+    for path in map(str, manifest.info.get("missing_files") or ()):
+        if not any(path in message for message in said):
+            message = f"{path} is missing, and nothing here tells which tensors it held"
+            yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, 0))
 
 
 def absent_findings(manifest: Manifest) -> Iterator[Finding]:

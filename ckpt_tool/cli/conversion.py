@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tool.cli.output import Output
 from ckpt_tool.cli.progress import progress_bar
 from ckpt_tool.cli.render_plan import cast_lines, drop_lines, mesh_text, plan_lines, result_lines
-from ckpt_tool.cli.text import Span, line
+from ckpt_tool.cli.text import Span, line, wrap
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.sizes import format_bytes
 
@@ -65,7 +65,8 @@ def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_
         stats = conversion.plan.stats
         formats = f"{conversion.plan.source.format} to {conversion.plan.target.format}, {mesh_text(conversion.mesh)}"
         memory = format_bytes(conversion.peak_memory_bytes)
-        sink.talk([line(f"{formats}: {format_bytes(stats.written_nbytes)} with at most {memory} of buffers")])
+        said = f"{formats}: {format_bytes(stats.written_nbytes)} with at most {memory} of buffers"
+        sink.talk(wrap(said, sink.width, indent="  "))
         try:
             with progress_bar(sink, "writing") as moved:
                 result = conversion.run(moved)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.options import Json, Quiet
 from ckpt_tool.cli.output import output
-from ckpt_tool.cli.text import Cell, Span, columns, line, wrap
+from ckpt_tool.cli.text import Cell, Span, fitted, line, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,10 @@ def formats(*, json: Json = False, quiet: Quiet = False) -> None:
     for row in rows:
         marks = [Span("yes", "green") if has else Span("-", "dim") for has in (row.reads, row.writes)]
         table.append([Span(row.name, "cyan"), *marks, row.what])
-    first, *lines = columns(table, "llll")
-    sink.show([first])
+    first, *lines = fitted(table, "llll", sink.width)
+    sink.show(first)
     for found, row in zip(lines, rows, strict=True):
-        sink.show([found])
+        sink.show(found)
         if row.recognised:
             sink.show(wrap(row.recognised, sink.width, line("  ", Span("told by ", "dim")), "    "))
         for direction in ("reads", "writes for"):

@@ -123,11 +123,11 @@ def _list(
     from ckpt_tool.cli.render_tree import tree_lines
 
     if by is By.file:
-        return file_lines(found.files, limit=limit)
+        return file_lines(found.files, width=width, limit=limit)
     if by is By.rank:
-        return rank_lines(found.ranks, limit=limit)
+        return rank_lines(found.ranks, width=width, limit=limit)
     if is_flat:
-        return tensor_lines(sorted_rows(found.rows, None if sort is None else str(sort)), limit=limit)
+        return tensor_lines(sorted_rows(found.rows, None if sort is None else str(sort)), width=width, limit=limit)
     return tree_lines(found.rows, width=width, depth=depth, limit=limit)
 
 

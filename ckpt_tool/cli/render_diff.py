@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.render_tables import folded_names
-from ckpt_tool.cli.text import Cell, Line, Span, columns, line, width_of, wrap
+from ckpt_tool.cli.text import Cell, Line, Span, fitted, flat, line, width_of, wrap
 from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def report_lines(report: DiffReport, *, width: int, limit: int | None, with_same
     for group in report.groups():
         if group.status != "same" or with_same:
             lines += [line(), *_group(group, width, limit)]
-    lines += _objects(report.objects, limit)
+    lines += _objects(report.objects, width, limit)
     left_out = _left_out(report)
     if left_out or report.notes:
         lines.append(line())
@@ -60,7 +60,7 @@ def _group(group: DiffGroup, width: int, limit: int | None) -> list[Line]:
     folded = _folded(group.members)
     table = [_cells(name, members) for name, members in folded[:limit]]
     table = [*_heads(table), *table]
-    lines = [line(head), *columns(table, "lrlrrrrl", indent="  ")]
+    lines = [line(head), *flat(fitted(table, "lrlrrrrl", width, indent="  "))]
     if group.reason is not None:
         texts = dict.fromkeys(_reason(member) for member in group.members)
         shown = list(texts)[:3]
@@ -177,7 +177,7 @@ def _reason(member: TensorDiff) -> str:
     return member.reason.text if member.reason.is_confirmed else f"{member.reason.text} (by a sample of rows)"
 
 
-def _objects(objects: Sequence[ObjectDiff], limit: int | None) -> list[Line]:
+def _objects(objects: Sequence[ObjectDiff], width: int, limit: int | None) -> list[Line]:
     other = [each for each in objects if each.status != "same"]
     if not other:
         return []
@@ -186,7 +186,7 @@ def _objects(objects: Sequence[ObjectDiff], limit: int | None) -> list[Line]:
         for each in other[:limit]
     ]
     lines = [line(), line(Span("objects", "bold"), Span(f" x{len(other):,}", "yellow"))]
-    lines += columns(table, "llll", indent="  ")
+    lines += flat(fitted(table, "llll", width, indent="  "))
     if limit is not None and len(other) > limit:
         lines.append(line(Span(f"  … {len(other) - limit:,} more; --limit 0 shows all", "dim")))
     return lines

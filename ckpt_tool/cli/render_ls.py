@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
+from ckpt_tool.cli.text import Cell, Line, Span, fitted, line, wrap
 from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def run_lines(found: RunListing, *, now: float, width: int) -> list[Line]:
     """
     heads: list[Cell] = [Span(head, "bold") for head in ("step", "state", "size", "age", "format", "layout", "path")]
     table: list[list[Cell]] = [heads, *(_cells(step, step is found.latest, now) for step in found.steps)]
-    lines = [line(Span(found.url, "bold"), f"  {counted(len(found.steps), 'step')}"), line()]
-    first, *rows = columns(table, "rlrrlll", indent="  ")
-    lines.append(first)
+    lines = [*wrap(counted(len(found.steps), "step"), width, line(Span(found.url, "bold"), "  "), "  "), line()]
+    first, *rows = fitted(table, "rlrrlll", width, name=6, spare=(5,), indent="  ")
+    lines += first
     for row, step in zip(rows, found.steps, strict=True):
-        lines.append(row)
+        lines += row
         for problem in step.problems:
             lines += wrap(problem, width, line("      ", Span("- ", "yellow")), "        ")
     for tracker in found.trackers:

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.render_tree import number_ranges
-from ckpt_tool.cli.text import Cell, Line, Span, columns, line
+from ckpt_tool.cli.text import Cell, Line, Span, fitted, flat, line
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, format_bytes
 
@@ -61,15 +61,16 @@ def map_lines(found: ShardMap, *, width: int, limit: int | None) -> list[Line]:
         limit: most boxes in the list, None for all.
     """
     stored = _distinct(found)
-    title = line(Span(found.fqn, "bold"), f"  {found.dtype} {list(found.shape)}  {format_bytes(found.nbytes)}")
+    text = f"{found.dtype} {list(found.shape)}  {format_bytes(found.nbytes)}"
+    title = fitted([[Span(found.fqn, "bold"), text]], "ll", width)[0]
     cuts = [
         sorted({0, size, *(edge for box in stored for edge in (box.offsets[dim], box.offsets[dim] + box.sizes[dim]))})
         for dim, size in enumerate(found.shape)
     ]
-    lines = [title, line()]
+    lines = [*title, line()]
     if stored and 0 not in found.shape:
         lines += _drawing(stored, cuts, width) or [line(Span("  too many boxes to draw", "dim")), line()]
-    lines += _listing(stored, limit)
+    lines += _listing(stored, width, limit)
     lines += _warnings(stored, found)
     if found.n_empty:
         lines.append(line(Span(f"and {counted(found.n_empty, 'box')} without elements", "dim")))
@@ -234,7 +235,7 @@ def _cells(
     return line(*parts)
 
 
-def _listing(stored: Sequence[_Stored], limit: int | None) -> list[Line]:
+def _listing(stored: Sequence[_Stored], width: int, limit: int | None) -> list[Line]:
     """What each letter stands for."""
     shown = stored[:limit]
     copies = "copies" if any(len(box.copies) > 1 for box in shown) else ""
@@ -255,7 +256,7 @@ def _listing(stored: Sequence[_Stored], limit: int | None) -> list[Line]:
         )
     rest = len(stored) - len(shown)
     tail = [line(Span(f"… {counted(rest, 'more box')}; --limit 0 shows all", "dim"))] if rest else []
-    return [*columns(table, "llrlll"), *tail]
+    return [*flat(fitted(table, "llrlll", width, name=4)), *tail]
 
 
 def _warnings(stored: Sequence[_Stored], found: ShardMap) -> list[Line]:

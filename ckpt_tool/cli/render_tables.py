@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.cli.render_tree import number_ranges, parts_text
 from ckpt_tool.cli.render_values import object_text
-from ckpt_tool.cli.text import Cell, Line, Span, columns, line, wrap
+from ckpt_tool.cli.text import Cell, Line, Span, fitted, flat, line, wrap
 from ckpt_tool.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def sorted_rows(rows: Sequence[TensorRow], by: str | None) -> Sequence[TensorRow
     return rows if by is None else sorted(rows, key=_SORT_KEYS[by])
 
 
-def tensor_lines(rows: Sequence[TensorRow], *, limit: int | None) -> list[Line]:
+def tensor_lines(rows: Sequence[TensorRow], *, width: int, limit: int | None) -> list[Line]:
     """One line per tensor with its exact size; names are never cut."""
     shown = rows[:limit]
     table: list[list[Cell]] = [_heads("tensor", "dtype", "shape", "bytes", "", "parts")]
@@ -39,10 +39,10 @@ def tensor_lines(rows: Sequence[TensorRow], *, limit: int | None) -> list[Line]:
         [row.fqn, Span(row.dtype, "cyan"), str(list(row.shape)), f"{row.nbytes:,}", _human(row.nbytes), _parts(row)]
         for row in shown
     ]
-    return [*columns(table, "lllrrl"), *_rest(len(rows) - len(shown), "tensor")]
+    return [*flat(fitted(table, "lllrrl", width, spare=(4, 5))), *_rest(len(rows) - len(shown), "tensor")]
 
 
-def file_lines(rows: Sequence[FileRow], *, limit: int | None) -> list[Line]:
+def file_lines(rows: Sequence[FileRow], *, width: int, limit: int | None) -> list[Line]:
     """One line per file: size, how much of it is tensors, from which ranks."""
     shown = rows[:limit]
     largest = max((row.payload_nbytes for row in rows), default=0)
@@ -59,10 +59,10 @@ def file_lines(rows: Sequence[FileRow], *, limit: int | None) -> list[Line]:
         ]
         for row in shown
     ]
-    return [*columns(table, "lrrlrrl"), *_rest(len(rows) - len(shown), "file")]
+    return [*flat(fitted(table, "lrrlrrl", width, spare=(3,))), *_rest(len(rows) - len(shown), "file")]
 
 
-def rank_lines(rows: Sequence[RankRow], *, limit: int | None) -> list[Line]:
+def rank_lines(rows: Sequence[RankRow], *, width: int, limit: int | None) -> list[Line]:
     """One line per rank: what it wrote."""
     shown = rows[:limit]
     largest = max((row.payload_nbytes for row in rows), default=0)
@@ -78,7 +78,7 @@ def rank_lines(rows: Sequence[RankRow], *, limit: int | None) -> list[Line]:
         ]
         for row in shown
     ]
-    return [*columns(table, "rrlrrr"), *_rest(len(rows) - len(shown), "rank")]
+    return [*flat(fitted(table, "rrlrrr", width, spare=(2,))), *_rest(len(rows) - len(shown), "rank")]
 
 
 def object_lines(found: Inspection, *, width: int, limit: int | None) -> list[Line]:
@@ -94,7 +94,7 @@ def object_lines(found: Inspection, *, width: int, limit: int | None) -> list[Li
     entries = list(ranks.items())
     shown = entries[:limit]
     table: list[list[Cell]] = [[fqn, Span(_ranks(of), "cyan"), value] for (fqn, value), of in shown]
-    return [*columns(table, "lll"), *_rest(len(entries) - len(shown), "object")]
+    return [*flat(fitted(table, "lll", width)), *_rest(len(entries) - len(shown), "object")]
 
 
 def _ranks(of: Sequence[int]) -> str:
@@ -125,7 +125,7 @@ def optimizer_lines(views: Sequence[OptimizerView], *, width: int, limit: int | 
         shown = folded[:limit]
         table: list[list[Cell]] = [_heads("parameter", "", "state")]
         table += [[name, Span(f"x{n}" if n > 1 else "", "yellow"), Span(states, "cyan")] for name, states, n in shown]
-        lines += columns(table, "lll", indent="  ")
+        lines += flat(fitted(table, "lll", width, indent="  "))
         lines += _rest(len(folded) - len(shown), "line")
         if view.without_state:
             names = ", ".join(str(key) for key in view.without_state[:5])

@@ -21,6 +21,7 @@ __all__ = ["number_ranges", "parts_text", "tree_lines"]
 
 _NAMES_IN_BRACES = 4
 _WIDTH_WITH_PARTS = 96
+_LEAST_NAME = 20
 _MAX_DEPTH = 64  # a name of a million dots must not exhaust the stack
 
 
@@ -241,16 +242,22 @@ def _row(entry: _Entry, branch: str) -> list[Cell]:
 
 
 def _fitted(table: list[list[Cell]], width: int) -> list[Line]:
-    """Aligned lines no wider than ``width``: types become short, parts go where little room is, names are cut."""
+    """Aligned lines no wider than ``width``.
+
+    Types become short, parts go where little room is, names are cut, and at last types and shapes go.
+    """
     lines = columns(table, "lllrl")
     if _widest(lines) <= width:
         return lines
     table = [[row[0], _short(row[1]), row[2], row[3], row[4] if width >= _WIDTH_WITH_PARTS else ""] for row in table]
-    excess = _widest(columns(table, "lllrl")) - width
-    if excess > 0:
-        room = max(max(width_of(row[0]) for row in table) - excess, 20)
-        table = [[_cut(row[0], room), *row[1:]] for row in table]
-    return columns(table, "lllrl")
+    for spared in ((), (1,), (1, 2)):
+        kept = [["" if at in spared else cell for at, cell in enumerate(row)] for row in table]
+        excess = _widest(columns(kept, "lllrl")) - width
+        room = max(max(width_of(row[0]) for row in kept) - max(excess, 0), _LEAST_NAME)
+        lines = columns([[_cut(row[0], room), *row[1:]] for row in kept], "lllrl")
+        if _widest(lines) <= width:
+            break
+    return lines
 
 
 def _widest(lines: Sequence[Line]) -> int:

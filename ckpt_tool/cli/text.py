@@ -10,7 +10,21 @@ from collections.abc import Sequence
 
 from ckpt_tool.records import dataclass
 
-__all__ = ["Cell", "Line", "Span", "columns", "cut", "harmless", "line", "paint", "plain", "width_of", "wrap"]
+__all__ = [
+    "Cell",
+    "Line",
+    "Span",
+    "columns",
+    "cut",
+    "fitted",
+    "flat",
+    "harmless",
+    "line",
+    "paint",
+    "plain",
+    "width_of",
+    "wrap",
+]
 
 _CODES = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
@@ -135,6 +149,61 @@ def columns(rows: Sequence[Sequence[Cell]], align: str, *, gap: int = 2, indent:
             parts += [before, space, row[at]] if align[at] == "r" else [before, row[at], space]
         lines.append(_stripped(line(*parts)))
     return lines
+
+
+def fitted(
+    rows: Sequence[Sequence[Cell]],
+    align: str,
+    width: int,
+    *,
+    name: int = 0,
+    spare: Sequence[int] = (),
+    indent: str = "",
+) -> list[list[Line]]:
+    """For each row its lines, aligned as by `columns` and no wider than ``width`` (but for longer cells).
+
+    Where columns do not fit, those of ``spare`` go, one after another; then the column ``name`` takes a line for
+    itself, with the others below it, which go on in the next line where they must.
+
+    >>> rows = [["long/name", "12 B", "x"], ["b", "3 B", "y"]]
+    >>> [[plain(found) for found in row] for row in fitted(rows, "lrl", 12, spare=[2])]
+    [['long/name', '    12 B'], ['b', '     3 B']]
+    """
+    kept = list(range(len(align)))
+    for without in (None, *spare):
+        if without is not None:
+            kept.remove(without)
+        lines = columns([[row[at] for at in kept] for row in rows], "".join(align[at] for at in kept), indent=indent)
+        if all(width_of(found) <= width for found in lines):
+            return [[found] for found in lines]
+    rest = [at for at in kept if at != name]
+    below = f"{indent}    "
+    lines = columns([[row[at] for at in rest] for row in rows], "".join(align[at] for at in rest), indent=below)
+    fits = all(width_of(found) <= width for found in lines)
+    return [
+        [line(indent, row[name]), *([found] if fits else _flowed([row[at] for at in rest], width, below))]
+        for row, found in zip(rows, lines, strict=True)
+    ]
+
+
+def _flowed(cells: Sequence[Cell], width: int, indent: str) -> list[Line]:
+    """Cells one after another, as many on each line as fit; the words of a longer one are wrapped."""
+    lines: list[Line] = []
+    for cell in cells:
+        if not width_of(cell):
+            continue
+        if width_of(cell) + len(indent) > width:
+            lines += wrap(cell if isinstance(cell, str) else plain(line(cell)), width, indent, indent)
+        elif lines and width_of(lines[-1]) + 2 + width_of(cell) <= width:
+            lines[-1] = line(lines[-1], "  ", cell)
+        else:
+            lines.append(line(indent, cell))
+    return lines
+
+
+def flat(rows: Sequence[Sequence[Line]]) -> list[Line]:
+    """The lines of all rows."""
+    return [found for row in rows for found in row]
 
 
 def _stripped(found: Line) -> Line:

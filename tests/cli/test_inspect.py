@@ -62,7 +62,7 @@ run/step-7
 def test_tensors_flat() -> None:
     """A flat list has exact bytes, and how each tensor is cut."""
     assert (
-        text(tensor_lines(inspection(SMALL).rows, limit=2))
+        text(tensor_lines(inspection(SMALL).rows, width=120, limit=2))
         == """\
 tensor  dtype     shape   bytes  parts
 w       float32   [4, 6]     96  2x1
@@ -74,7 +74,7 @@ b       bfloat16  [6]        12  2 copies
 def test_files() -> None:
     """Files show what lies in them, and from which ranks."""
     assert (
-        text(file_lines(inspection(SMALL).files, limit=None))
+        text(file_lines(inspection(SMALL).files, width=120, limit=None))
         == """\
 file   bytes  tensor bytes                    boxes  tensors  ranks
 0.bin     60            60  ██████▏               2        2  0
@@ -84,7 +84,7 @@ file   bytes  tensor bytes                    boxes  tensors  ranks
 
 def test_ranks() -> None:
     """Ranks show what they wrote."""
-    assert text(rank_lines(inspection(SMALL).ranks, limit=None)).splitlines()[1:] == [
+    assert text(rank_lines(inspection(SMALL).ranks, width=120, limit=None)).splitlines()[1:] == [
         "   0            60  ██████▏               2        2      1",
         "   1           156  ████████████████      3        3      1",
     ]

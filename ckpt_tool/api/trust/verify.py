@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, plan_limits
 from ckpt_tool.api.manifest_file import read_manifest
 from ckpt_tool.api.workers import reading_workers
+from ckpt_tool.checks.absent import missing_file_findings
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
@@ -159,6 +160,7 @@ def _report(
             findings = [*structure, *content.findings, *told, *headers.findings]  # of equal ones the first is kept
             checked_nbytes, covered_nbytes = content.checked_nbytes + told_nbytes, content.covered_nbytes
             unproven = content.unproven_files
+    findings = [*findings, *missing_file_findings(manifest, findings)]
     return VerifyReport(
         url=checkpoint.url,
         format=manifest.format,

@@ -30,6 +30,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, MeshInfo
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "ConsolidatedReader"]
 
@@ -46,13 +47,13 @@ class ConsolidatedReader:
     name = "consolidated"
 
     def probe(self, source: Source) -> Probe:
-        """By names, and by the first bytes of the first file."""
+        """By names, and by the first bytes of the first file that is one of torch.save."""
         if source.listing.entry is not None:
             return Probe(0.0, "a single file; consolidated files are read together, from their folder")
         paths = _paths(source)
         if not paths:
             return Probe(0.0, "no consolidated.NN.pth")
-        if not is_torch_head(source.head(paths[0], HEAD_NBYTES)):
+        if not any(is_torch_head(source.head(path, HEAD_NBYTES)) for path in paths):
             return Probe(0.2, f"{paths[0]} is no torch.save file")
         return Probe(0.95, f"{len(paths):,} files consolidated.NN.pth")
 
@@ -74,6 +75,9 @@ class ConsolidatedReader:
         joiner = _Joiner(parts, sizes_of(params, _norm_length(parts)))
         found = assemble(parts, section_by_root([file.root for file in opened]), joiner.placed)
         found.notes += [*notes, *joiner.notes()]
+        missing = [f"consolidated.{number:02d}.pth" for number in range(1, joiner.parts_in_all())]
+        if missing:
+            found.notes.append(f"one of {counted(len(missing) + 1, 'part')}: {joiner.sizes.evidence}")
         if len(parts) > 1:
             found.mesh = MeshInfo(("tp",), (len(parts),), f"{len(parts)} files consolidated.NN.pth")
         info: dict[str, Any] = {"world_size": len(parts), "params": dict(params), "config": _config(params)}
@@ -81,6 +85,7 @@ class ConsolidatedReader:
             "replicated_by_assumption": joiner.assumed(found.replicated),
             "kept_apart": found.kept_apart,
             "replicas": sorted(joiner.replicas),
+            "missing_files": missing,
         }
         info |= {key: fqns for key, fqns in names.items() if fqns}
         return manifest_of(self.name, source.listing.url, opened, entries, found, info)
@@ -121,9 +126,9 @@ def _paths(source: Source) -> list[str]:
     if not found:
         return []
     missing = sorted(set(range(max(found) + 1)) - set(found))
-    if missing and len(found) > 1:
+    if missing:
         listed = ", ".join(f"consolidated.{number:02d}.pth" for number in missing[:_SHOWN])
-        raise NotFound(f"{listed} missing among {len(found):,} files", where=source.listing.url)
+        raise NotFound(f"{listed} missing beside {counted(len(found), 'file')}", where=source.listing.url)
     return [found[number] for number in sorted(found)]
 
 
@@ -233,6 +238,18 @@ class _Joiner:
             place = part.storages.get(tensor.storage.key)
             sums.add(None if place is None else place.crc32)
         return len(sums) == 1 and None not in sums
+
+    def parts_in_all(self) -> int:
+        """How many parts there must be, where one is here and all its weights are the same fraction of known sizes."""
+        if len(self.parts) > 1:
+            return 1
+        fractions: set[int] = set()
+        for fqn, (tensor, *_) in self.held.items():
+            for name, n in zip(dims_of(fqn) or (), tensor.shape, strict=False):
+                whole = self.sizes.known.get(name, n)
+                if n and whole != n:
+                    fractions.add(whole // n if whole % n == 0 else 0)
+        return max(fractions) if len(fractions) == 1 else 1
 
     def assumed(self, replicated: Sequence[str]) -> list[str]:
         """Of the tensors that are the same in all files, those that no size proves to be."""

@@ -73,7 +73,7 @@ class FlaxReader(ResolvedReader):
                 raise FormatError("no map of names to arrays", where=path)
             building.add(path, (), root)
         tensors, chunks, files = building.columns.tables()
-        missing = _missing(paths)
+        missing = [] if source.listing.entry is not None else _missing(paths)
         notes = [f"{len(missing):,} files are missing: {', '.join(missing[:3])}"] if missing else []
         info: dict[str, Any] = {"missing_files": missing} if missing else {}
         blobs = tuple(building.loaded())
@@ -108,7 +108,7 @@ def _paths(source: Source) -> list[str]:
 
 def _missing(paths: Sequence[str]) -> list[str]:
     numbered = _NUMBERED.fullmatch(paths[0])
-    if numbered is None or len(paths) < 2:
+    if numbered is None:
         return []
     count = min(int(numbered["count"]), 10_000)
     names = [f"{numbered['stem']}-{i + 1:05d}-of-{numbered['count']}.msgpack" for i in range(count)]

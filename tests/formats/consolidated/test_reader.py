@@ -170,3 +170,23 @@ def test_export_has_the_names_of_transformers(tmp_path: Path) -> None:
         pairs = np.frombuffer(data, np.uint16).reshape(heads, shape[0] // heads // 2, 2, shape[1])
         halves = np.ascontiguousarray(pairs.swapaxes(1, 2)).tobytes()
         assert ours[f"model.layers.0.self_attn.{mine}.weight"] == (kind, shape, halves)
+
+
+@pytest.mark.parametrize("gone", ["consolidated.00.pth", "consolidated.01.pth"])
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "another file"])
+def test_one_part_of_two_is_not_whole(tmp_path: Path, gone: str, how: str) -> None:
+    """Sizes of params.json, or the first number, tell that another part was there; nothing is exported."""
+    shutil.copytree(CHECKPOINTS / "consolidated_llama2/ckpt", tmp_path / "c")
+    path = tmp_path / "c" / gone
+    raw = path.read_bytes()
+    path.unlink()
+    if how != "missing":
+        path.write_bytes({"empty": b"", "cut": raw[: len(raw) // 2], "another file": b"?" + raw[1:]}[how])
+    try:
+        report = verify(tmp_path / "c")
+    except CkptError as error:
+        assert "consolidated.0" in str(error)  # noqa: PT017 - a report that is not good will do as well
+    else:
+        assert not report.is_ok
+    with pytest.raises(CkptError):
+        export(tmp_path / "c", tmp_path / "out", durable=False)
