@@ -20,6 +20,7 @@ from ckpt_tool.checks.report import LEVELS
 from ckpt_tool.errors import CkptError, NotFound, UsageError
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import join_url
@@ -31,7 +32,6 @@ SCHEMA = "ckpt-tool/ls/1"
 _STATE = re.compile(
     r"optim|scheduler|trainer_state|training_args|random_state|rng|dataloader|data\.pt|common\.pt|model"
 )
-
 _HOLDS_TENSORS = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|distcp|gguf)$|^\.metadata$")
 _LATEST_LINKS = frozenset({"latest", "last", "newest", "current", "latest_checkpoint", "last_checkpoint"})
 
@@ -188,11 +188,9 @@ class _Run:
     def _by_trackers(self, files: Sequence[StepFiles]) -> dict[str, int]:
         """Paths of the steps that trackers name, with the place of the first such tracker among all kinds of them."""
         named: dict[str, int] = {}
-        for path, text in self._named.items():
-            target = _target(path, text, files)
-            if target is not None:
-                place = TRACKERS.index(path.rpartition("/")[2])
-                named[target.path] = min(place, named.get(target.path, place))
+        for path, text in sorted(self._named.items(), key=lambda each: -TRACKERS.index(each[0].rpartition("/")[2])):
+            if (target := _target(path, text, files)) is not None:
+                named[target.path] = TRACKERS.index(path.rpartition("/")[2])
         return named
 
     def _unnamed(self, listing: Listing, *, may_be_empty: bool) -> list[StepFiles]:
@@ -380,8 +378,7 @@ def _verified(step: RunStep, level: str, memory_budget_bytes: int, n_workers: in
             continue
         errors = [finding for finding in report.findings if finding.severity is Severity.ERROR]
         if errors:
-            n = f"{len(errors):,} error" + ("s" if len(errors) > 1 else "")
-            problems.append(f"verify: {n}, {errors[0].kind}: {errors[0].message}")
+            problems.append(f"verify: {counted(len(errors), 'error')}, {errors[0].kind}: {errors[0].message}")
     return replace(step, problems=tuple(problems), verified=level)
 
 
