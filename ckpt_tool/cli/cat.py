@@ -8,7 +8,7 @@ import typer
 
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Overwrite, Quiet, Source
 from ckpt_tool.cli.output import output
-from ckpt_tool.cli.text import Span, line
+from ckpt_tool.cli.text import Span, fitted, flat, line
 from ckpt_tool.sizes import parse_bytes
 
 What = Annotated[
@@ -43,9 +43,8 @@ def cat(
     sink = output(json=json, quiet=quiet)
     excerpt = read_excerpt(source, what, memory_budget_bytes=parse_bytes(memory))
     shape = list(excerpt.array.shape)
-    title = line(Span(excerpt.fqn, "bold"), f"  {excerpt.dtype} {list(excerpt.shape)}")
-    if shape != list(excerpt.shape):
-        title = line(title, Span(f"  shown {shape}", "dim"))
+    shown = "" if shape == list(excerpt.shape) else f"shown {shape}"
+    title = [Span(excerpt.fqn, "bold"), f"{excerpt.dtype} {list(excerpt.shape)}", Span(shown, "dim")]
     if out is not None:
         note = save_npy(excerpt, out, overwrite=overwrite)
         sink.talk([line("wrote ", Span(out, "green"), f"  {excerpt.dtype} {shape}")])
@@ -53,7 +52,7 @@ def cat(
             sink.talk([line(Span("note: ", "yellow"), note)])
         sink.json({"schema": 1, "fqn": excerpt.fqn, "dtype": excerpt.dtype, "shape": shape, "file": out, "note": note})
         return
-    sink.show([title])
+    sink.show(flat(fitted([title], "lll", sink.width)))
     sink.show(line(row) for row in array_text(excerpt.array, width=sink.width))
     sink.values(array_text(excerpt.array, width=sink.width, is_whole=True) if quiet else ())
     sink.json(excerpt.to_json())

@@ -67,7 +67,8 @@ def _group(report: VerifyReport, group: FindingGroup, width: int, limit: int | N
     for finding in members[:limit]:
         lines += wrap(_sentence(finding), width, "  ", "    ")
     if limit is not None and len(members) > limit:
-        lines.append(line(Span(f"  … {len(members) - limit:,} more like this; --limit 0 shows all", "dim")))
+        more = f"{len(members) - limit:,} more like this; --limit 0 shows all"
+        lines += wrap(more, width, line(Span("  … ", "dim")), "    ")
     return lines
 
 

@@ -125,8 +125,9 @@ def wrap(text: str, width: int, first: Cell = "", indent: str = "") -> list[Line
     head: Cell = first
     words: list[str] = []
     for word in text.split():
-        if words and width_of(head) + sum(len(w) + 1 for w in words) + len(word) > width:
-            lines.append(line(head, " ".join(words)))
+        is_behind = words or (not lines and width_of(head) > len(indent))  # something that the word would stand behind
+        if is_behind and width_of(head) + sum(len(w) + 1 for w in words) + len(word) > width:
+            lines.append(_stripped(line(head, " ".join(words))))
             head, words = indent, []
         words.append(word)
     return [*lines, line(head, " ".join(words))]

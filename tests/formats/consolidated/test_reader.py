@@ -129,7 +129,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     """A gap among the numbers is told; one file of several is no model."""
     folder = made(tmp_path, lambda rank, state: None)
     shutil.copy(folder / "consolidated.01.pth", folder / "consolidated.03.pth")
-    with pytest.raises(NotFound, match=r"consolidated\.02\.pth missing among 3 files"):
+    with pytest.raises(NotFound, match=r"consolidated\.02\.pth missing beside 3 files"):
         READER.read(_source(folder))
 
 
