@@ -170,12 +170,12 @@ class TestR37WrongLevel:
     @pytest.mark.parametrize("place", ["checkpoint-10", "checkpoint-20/pytorch_model_fsdp_0"])
     def test_levels_that_are_one(self, ckpt: Ckpt, run: Path, place: str) -> None:
         """A step, and the model in it, have the same 21 tensors of the model."""
-        done = ckpt("export", run / place, run / "out", "--json")
+        done = ckpt("export", run / place, run.parent / "out", "--json")
         assert (done.status, done.json["n_tensors"]) == (0, 21)
 
     def test_the_run(self, ckpt: Ckpt, run: Path) -> None:
         """The folder above names its checkpoints, their format, and one of them as the thing to type."""
-        refused = ckpt("export", run, run / "out")
+        refused = ckpt("export", run, run.parent / "out")
         assert refused.status == 3
         assert "checkpoint-10 (accelerate), checkpoint-20 (accelerate)" in refused.err
         assert f'give one of them, such as "{run}/checkpoint-20"' in refused.err
@@ -190,7 +190,7 @@ class TestR37WrongLevel:
     )
     def test_single_files(self, ckpt: Ckpt, run: Path, file: str, kind: str) -> None:
         """One rank's file, and the metadata, are not taken for the whole."""
-        refused = ckpt("export", run / "checkpoint-10" / file, run / "out")
+        refused = ckpt("export", run / "checkpoint-10" / file, run.parent / "out")
         folder = (run / "checkpoint-10" / file).parent
         assert (refused.status, f"one file of a {kind} checkpoint" in refused.err) == (3, True)
         assert f'give the folder: "{folder}"' in refused.err
