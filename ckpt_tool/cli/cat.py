@@ -8,7 +8,7 @@ import typer
 
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Overwrite, Quiet, Source
 from ckpt_tool.cli.output import output
-from ckpt_tool.cli.text import Span, fitted, flat, line
+from ckpt_tool.cli.text import Cell, Span, fitted, flat, line
 from ckpt_tool.sizes import parse_bytes
 
 What = Annotated[
@@ -44,7 +44,7 @@ def cat(
     excerpt = read_excerpt(source, what, memory_budget_bytes=parse_bytes(memory))
     shape = list(excerpt.array.shape)
     shown = "" if shape == list(excerpt.shape) else f"shown {shape}"
-    title = [Span(excerpt.fqn, "bold"), f"{excerpt.dtype} {list(excerpt.shape)}", Span(shown, "dim")]
+    title: list[Cell] = [Span(excerpt.fqn, "bold"), f"{excerpt.dtype} {list(excerpt.shape)}", Span(shown, "dim")]
     if out is not None:
         note = save_npy(excerpt, out, overwrite=overwrite)
         sink.talk([line("wrote ", Span(out, "green"), f"  {excerpt.dtype} {shape}")])
