@@ -313,7 +313,9 @@ DEFAULT_MEMORY = "1GiB"
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Bound for all buffers together.")]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", metavar="N", min=1, help="Threads that move bytes; by default one per core, up to 8."),
+    typer.Option(
+        "--workers", metavar="N", min=1, help="Threads or processes that move bytes; by default one per core, up to 8."
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished DST of the same command.")]
