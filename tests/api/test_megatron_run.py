@@ -49,7 +49,7 @@ def test_missing_facts_are_named() -> None:
     assert "to any TP" in facts["reshards"]
     without = [blob for blob in manifest.blobs if blob.fqn != "args"]
     facts = dict(run_facts(manifest.replace(info=info, blobs=tuple(without))))
-    assert facts["reshards"].endswith("they need --arg num_attention_heads=N --arg swiglu=true|false")
+    assert facts["reshards"].endswith("they need --arg num_attention_heads=N --arg swiglu=true/false")
     undecoded = {**manifest.info, "optimizer_undecoded": "the bucket size is not known"}
     facts = dict(run_facts(manifest.replace(info=undecoded)))
     assert facts["reshards"].endswith("the optimizer's state to none: the bucket size is not known")

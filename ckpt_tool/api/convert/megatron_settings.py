@@ -26,7 +26,7 @@ _NEEDED = {
     "num_layers": "N",
     "hidden_size": "N",
     "num_attention_heads": "N",
-    "swiglu": "true|false",
+    "swiglu": "true/false",
 }
 """What Megatron compares on loading (``check_checkpoint_args``), and how ``linear_fc1`` is cut; as they are typed."""
 _COMMON = (

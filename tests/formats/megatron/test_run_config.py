@@ -71,7 +71,7 @@ def test_settings_beside_the_weights_stand_for_arguments(folder: str, settings: 
     assert (facts["parallel"], facts["experts"]) == ("TP 2 PP 1 EP 1", "4; EP rank 0: 0-3")
     assert facts["reshards"] == (
         "weights and optimizer to any TP, PP, VPP, EP, ETP and DP (--to megatron-dist, megatron-legacy); no args were "
-        "saved, so they need --arg num_attention_heads=N --arg swiglu=true|false"
+        "saved, so they need --arg num_attention_heads=N --arg swiglu=true/false"
     )
     assert manifest.mesh is not None
     assert manifest.mesh.evidence == f"{settings} of {program}"
@@ -145,7 +145,7 @@ def test_what_nobody_tells_is_asked_for(tmp_path: Path) -> None:
         LayoutError, match=r"nor context/model\.yaml of NeMo 2 tell num_attention_heads, swiglu"
     ) as caught:
         reshard(root, tmp_path / "out", **options)
-    assert "--arg num_attention_heads=N --arg swiglu=true|false" in str(caught.value.hint)
+    assert "--arg num_attention_heads=N --arg swiglu=true/false" in str(caught.value.hint)
     config = tmp_path / "config.json"
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"model_type": "llama", "intermediate_size": 48, "vocab_size": 100, "rms_norm_eps": 1e-5, "head_dim": 8}
