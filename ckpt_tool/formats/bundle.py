@@ -60,6 +60,9 @@ class Bundle:
         ends = list(accumulate(len(part.tensors) for _, part in parts))
         spans = zip([0, *ends], ends, strict=False)
         info["parts"] = [{"folder": f, "tensors": list(span)} for (f, _), span in zip(parts, spans, strict=True)]
+        unread = [f for f in self._folders(source) if f not in dict(parts) and source.listing.match(f"{f}/*.distcp")]
+        if unread:
+            info["missing_files"] = [f"{folder}/.metadata" for folder in unread]
         mesh = next((part.mesh for _, part in parts if part.mesh is not None), None)
         notes = tuple(f"{folder}: {note}" for folder, part in parts for note in part.notes)
         return merged.replace(info=info, mesh=mesh, notes=notes)

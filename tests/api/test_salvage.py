@@ -193,6 +193,19 @@ def test_two_checkpoints_in_one(tmp_path: Path, damage: str) -> None:
     assert all(fqn.startswith("optimizer") for fqn in lost)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_metadata_of_one_of_two(tmp_path: Path, is_there: bool) -> None:
+    """Where one of two checkpoints that belong together does not read, the other one is not the whole."""
+    shutil.copytree(FIXTURES / "deepspeed/accelerate_fsdp2/ckpt", tmp_path / "c")
+    path = tmp_path / "c/optimizer_0/.metadata"
+    raw = path.read_bytes()
+    path.unlink()
+    if is_there:
+        path.write_bytes(b"?" + raw[1:])
+    (found,) = [finding for finding in verify(tmp_path / "c").findings if finding.severity > 1]
+    assert (found.kind, found.where and found.where.path) == ("missing-file", "optimizer_0/.metadata")
+
+
 def test_nothing_left(tmp_path: Path) -> None:
     """What is no checkpoint is no salvage either, and nothing is written."""
     (tmp_path / "a").mkdir()

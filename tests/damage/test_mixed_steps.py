@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from ckpt_tool.api.digest import digests
 from ckpt_tool.api.manifest_file import write_manifest
 from ckpt_tool.api.trust.verify import verify
+from ckpt_tool.errors import CkptError
 from tests.formats.dcp.build import Checkpoint
 from tests.reports.made import put
 
@@ -46,3 +48,19 @@ def test_a_manifest_tells_more(tmp_path: Path) -> None:
     report = verify(put(tmp_path / "mixed", mixed), manifest=tmp_path / "m.json")
     wrong = {finding.fqn for finding in report.findings if finding.kind == "digest-mismatch"}
     assert wrong == {"model.b", "optim.state.b.exp_avg", "optim.state.b.exp_avg_sq", "optim.state.b.step"}
+
+
+@pytest.mark.parametrize("files", ["crc32", "sha256"])
+def test_a_manifest_knows_metadata_that_nothing_repeats(tmp_path: Path, files: Literal["crc32", "sha256"]) -> None:
+    """A bit of ``.metadata`` that no rule judges (a name, a writer's note) is told by the sum of the file."""
+    saved = saved_at(10)
+    write_manifest(digests(put(tmp_path / "whole", saved), files=files), tmp_path / "m.json")
+    raw, silent = saved[".metadata"], 0
+    for at in range(7, len(raw), len(raw) // 40):
+        folder = put(tmp_path / "flipped", {**saved, ".metadata": raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]})
+        try:
+            silent += verify(folder, level="full").is_ok
+            assert not verify(folder, manifest=tmp_path / "m.json").is_ok
+        except CkptError:
+            continue  # it is refused as a whole
+    assert silent  # else there would be nothing to prove
