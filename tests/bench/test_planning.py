@@ -88,3 +88,11 @@ def test_growth() -> None:
     )
     print(f"exponent {exponent:.2f}")
     assert exponent <= 1.1
+
+
+def test_the_most_chunks() -> None:
+    """FSDP2 of 405B on 16,384 ranks, to half as many: 17 million chunks in 4 GB."""
+    found = planned("fsdp", "16384")
+    name = f"{found['n_chunks']:,.0f} chunks"
+    report("planning-most-chunks: FSDP2 of 405B", [figure(name, [found])], peer=name)
+    assert found["peak_mb"] <= 4000
