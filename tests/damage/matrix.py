@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,11 +14,17 @@ from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.finding import Severity
-from tests.hostile.fuzz import FIXTURES, SMALL
+from tests.hostile.fuzz import SMALL, placed
 
-__all__ = ["DAMAGES", "EXPECTED", "FORMATS", "UNKNOWABLE", "Outcome", "damaged", "outcome", "truth"]
+__all__ = ["DAMAGES", "EXPECTED", "FORMATS", "PACKED", "UNKNOWABLE", "Outcome", "damaged", "outcome", "truth"]
 
 FORMATS = SMALL
+PACKED = (
+    "megatron/legacy_t2p2", "zoo/consolidated_llama2", "zoo/flax_parts", "zoo/flax_pieces", "zoo/flax_state",
+    "zoo/gguf_mixed", "zoo/gguf_split", "zoo/hdf5_odd", "zoo/keras_h5", "zoo/keras_v3", "zoo/keras_weights",
+    "zoo/npz_deflated", "zoo/npz_plain", "zoo/torchsnapshot_files",
+)  # fmt: skip
+"""Fixtures that lie in archives."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +219,11 @@ UNKNOWABLE: dict[tuple[str, str], str] = {
     ("torch/dcp_no_collectives", "swapped"): "items of one shape, and none knows its name",
     ("deepspeed/ds_z1_fp32", "swapped"): "partitions of one size, and none knows its rank",
     ("deepspeed/ds_z3_sub", "swapped"): "partitions of one size, and none knows its rank",
+    ("zoo/consolidated_llama2", "swapped"): "only their names number the parts",
     ("bytecheckpoint/ddp_2r", "missing"): "a rank's own objects; said by missing-file as a warning",
 }
 
 
 def damaged(name: str, base: Path) -> Path:
     """A copy of a fixture to be damaged."""
-    return Path(shutil.copytree(FIXTURES / name / "ckpt", base / "ckpt"))
+    return placed(name, base)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.damage.matrix import DAMAGES, EXPECTED, FORMATS, UNKNOWABLE, damaged, outcome, truth
+from tests.damage.matrix import DAMAGES, EXPECTED, FORMATS, PACKED, UNKNOWABLE, damaged, outcome, truth
 
 FAST = 2
 """Cases of each kind: of the first file, or the first two places in it."""
@@ -55,7 +55,7 @@ def test_a_few_places(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *PACKED])
 def test_all_places(name: str, tmp_path: Path) -> None:
     """Each file missing, empty, cut at 20 places, swapped, with bits flipped in headers, metadata and payload."""
     assert wrong_answers(name, tmp_path, limit=None) == []

@@ -190,7 +190,7 @@ def every() -> tuple[str, ...]:
     return (*(name for name in folders if name != "torch/pt_files"), *packed)
 
 
-def _placed(name: str, base: Path) -> Path:
+def placed(name: str, base: Path) -> Path:
     """A copy of a fixture to be damaged."""
     kind, _, own = name.partition("/")
     if (FIXTURES / name / "ckpt").is_dir():
@@ -210,7 +210,7 @@ def run(seed: int, n: int, names: tuple[str, ...], say: Any) -> int:
     with tempfile.TemporaryDirectory(prefix="ckpt-fuzz-") as base:
         places = []
         for name in names:
-            folder = _placed(name, Path(base))
+            folder = placed(name, Path(base))
             truth = contents(folder)
             places += [(name, folder, path, truth) for path in sorted(folder.rglob("*")) if path.is_file()]
         rng.shuffle(places)
