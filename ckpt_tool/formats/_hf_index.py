@@ -15,6 +15,7 @@ from ckpt_tool.formats._content import what_is
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Held", "Index", "contradictions", "homes_of", "parse_index", "write_index"]
 
@@ -138,7 +139,7 @@ def _missing_files(index: Index, held: Held, sizes: Mapping[str, int], strays: C
         yield Finding(
             "stale-index",
             Severity.ERROR,
-            f"{index.path} names {len(by_file):,} files, of which none is here ({_some(list(by_file))}); "
+            f"{index.path} names {counted(len(by_file), 'file')}, of which none is here ({_some(list(by_file))}); "
             f"{len(strays):,} others are ({_some(sorted(strays))}) and were read by their own headers",
         )
         return

@@ -158,7 +158,7 @@ def test_lightning(tmp_path: Path) -> None:
     why = states(found)
     assert why["epoch=0-step=10.ckpt"] == ()
     assert why["epoch=1-step=20.ckpt"] == ("epoch=1-step=20.ckpt is cut: a zip file without its directory",)
-    assert why["epoch=2-step=30.ckpt"] == ("1 empty files: epoch=2-step=30.ckpt",)
+    assert why["epoch=2-step=30.ckpt"] == ("1 empty file: epoch=2-step=30.ckpt",)
     assert latest(found) == "epoch=0-step=10.ckpt"
 
 

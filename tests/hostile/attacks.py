@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from ckpt_tool.cli.app import main
-from ckpt_tool.storage.kernel import fallocate
 from tests.formats.dcp.build import Checkpoint
-from tests.hostile.fuzz import Watch, limited
+from tests.hostile.fuzz import Watch, limited, look_up_the_c_library
 
 MEMORY_BYTES = 2 << 30
 
@@ -321,7 +320,7 @@ def attempt(target: Path, words: list[str], watch: Watch) -> dict[str, Any]:
 
 def run(base: Path) -> None:
     """All attacks."""
-    fallocate(0, 0)  # looks the C library up, once
+    look_up_the_c_library()
     watch = Watch()
     good = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
     secret = base / "work/secret"

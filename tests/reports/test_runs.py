@@ -45,7 +45,7 @@ def test_r100_one_status_each(tmp_path: Path, ckpt: Ckpt) -> None:
     assert [steps[n]["why"][0].partition(",")[0].partition(";")[0] for n in (40, 50, 60, 70)] == [
         "no .metadata: its save did not end",
         "__0_0.distcp is empty",
-        "1 unfinished files: __2_0.distcp.incomplete",
+        "1 unfinished file: __2_0.distcp.incomplete",
         "a temporary name: its save is under way",
     ]
     assert steps[60]["why"][1].startswith("__2_0.distcp is missing")

@@ -45,6 +45,7 @@ from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.sizes import counted
 
 __all__ = ["as_fsdp_dtensor", "from_fsdp_dtensor", "is_fsdp_dtensor"]
 
@@ -88,7 +89,9 @@ def from_fsdp_dtensor(checkpoint: Checkpoint, manifest: Manifest, blobs: Sequenc
     renaming = rename_back(naming, shapes, _counts(facts.described(), "args"), n_rows={}, variant=variant)
     views = [_with_sources(view, weights) for view in renaming.views]
     states = _states(manifest, blobs, weights)
-    notes = [f"{len(weights):,} tensors of Megatron-FSDP become {len(views):,} ({naming.name}, read backwards)"]
+    notes = [
+        f"{counted(len(weights), 'tensor')} of Megatron-FSDP become {len(views):,} ({naming.name}, read backwards)"
+    ]
     objects = [blob for blob in blobs if blob.path[:1] and blob.path[0] in _COMMON]
     dtypes = {}
     if states.tensors:

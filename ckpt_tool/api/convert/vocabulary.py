@@ -21,6 +21,7 @@ from ckpt_tool.layout.views import Part, View, apply_views
 from ckpt_tool.manifest.model import Manifest, TensorMeta
 from ckpt_tool.manifest.vocabulary import padded_size, recorded_size
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Padded", "repadded", "true_vocabulary"]
 
@@ -134,7 +135,7 @@ def repadded(manifest: Manifest, args: Mapping[str, Any], *, tp: int) -> Padded:
     args_now = {**manifest.info.get("args", {}), "padded_vocab_size": target}
     result = result.replace(info={**manifest.info, "args": args_now})
     change = f"{target - before:,} rows of zeros" if target > before else f"{before - target:,} rows of padding less"
-    note = f"the vocabulary has {target:,} rows ({change} in {len(tables):,} tensors): {why}"
+    note = f"the vocabulary has {target:,} rows ({change} in {counted(len(tables), 'tensor')}): {why}"
     dropped = [Dropped(f"{meta.fqn}[{target}:{before}]", f"padding: {why}") for meta in tables if target < before]
     return Padded(result, tuple(dropped), (note,))
 

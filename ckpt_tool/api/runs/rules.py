@@ -18,7 +18,7 @@ from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.subfolder import Subfolder
 from ckpt_tool.storage.urls import join_url
@@ -253,10 +253,10 @@ def _by_names(step: StepFiles) -> Iterator[str]:
     """What names and sizes alone say."""
     unfinished = [path for path in step.sizes if _UNFINISHED.search(path)]
     if unfinished:
-        yield f"{len(unfinished):,} unfinished files: {_some(unfinished)}"
+        yield f"{counted(len(unfinished), 'unfinished file')}: {_some(unfinished)}"
     empty = [path for path, nbytes in step.sizes.items() if nbytes == 0 and _PAYLOAD.search(path)]
     if empty:
-        yield f"{len(empty):,} empty files: {_some(empty)}"
+        yield f"{counted(len(empty), 'empty file')}: {_some(empty)}"
     yield from _without_metadata(step)
     yield from _grids(step)
 

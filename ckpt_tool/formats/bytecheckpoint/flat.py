@@ -20,6 +20,7 @@ from ckpt_tool.manifest.model import KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable, pad_shapes
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["FlatParameter", "Segment", "flat_parameters", "unflattened"]
 
@@ -90,7 +91,7 @@ def _flat_parameter(key: str, names: Any, mask: Any, numels: Any, shapes: Any, w
     parts = [(start, numel) for (start, numel), pad in zip(_starts(numels), mask, strict=False) if not pad]
     if len(mask) != len(numels) or not len(parts) == len(names) == len(shapes):
         raise FormatError(
-            f"{key!r} records {len(numels):,} parts, {len(mask):,} marks of padding, {len(names):,} names and "
+            f"{key!r} records {counted(len(numels), 'part')}, {len(mask):,} marks of padding, {len(names):,} names and "
             f"{len(shapes):,} shapes, which do not match",
             where=where,
         )

@@ -20,6 +20,7 @@ from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.consolidated.sizes import dims_of
 from ckpt_tool.manifest.model import FileEntry, Manifest, MeshInfo
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "ConsolidatedWriter"]
 
@@ -120,7 +121,7 @@ def _check(request: WriteRequest) -> None:
             "keeps them",
         )
     if request.blobs:
-        raise Unsupported(f"consolidated files hold weights, and there are {len(request.blobs):,} objects")
+        raise Unsupported(f"consolidated files hold weights, and there are {counted(len(request.blobs), 'object')}")
 
 
 def _rows(request: WriteRequest) -> IntArray:

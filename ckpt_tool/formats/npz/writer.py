@@ -15,6 +15,7 @@ from ckpt_tool.formats._zip.layout import Member, ZipLayout
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "NpzWriter"]
 
@@ -42,7 +43,7 @@ class NpzWriter:
         if request.blobs:
             names = ", ".join(repr(blob.fqn) for blob in request.blobs[:_SHOWN])
             raise Unsupported(
-                f".npz holds arrays only, and there are {len(request.blobs):,} other objects: {names}",
+                f".npz holds arrays only, and there are {counted(len(request.blobs), 'other object')}: {names}",
                 hint="leave them out with --exclude, or choose --to torch-save, which keeps them",
             )
         rows = whole_rows(request, "an .npz file")

@@ -21,6 +21,7 @@ from ckpt_tool.formats.orbax.ocdbt import MANIFEST, Value, read_database
 from ckpt_tool.formats.orbax.tree import Leaf, Tree, read_json, read_mesh, read_tree
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "OrbaxReader"]
 
@@ -88,10 +89,14 @@ class OrbaxReader(ResolvedReader):
         if filled.zeros:
             count = sum(filled.zeros.values())
             info["zero_chunks"] = filled.zeros
-            notes.append(f"{count:,} chunks are not stored and hold the fill value 0, in {len(filled.zeros):,} arrays")
+            notes.append(
+                f"{count:,} chunks are not stored and hold the fill value 0, in {counted(len(filled.zeros), 'array')}"
+            )
         if filled.missing:
             info["missing_chunks"] = filled.missing
-            notes.append(f"{sum(filled.missing.values()):,} chunks are missing, in {len(filled.missing):,} arrays")
+            notes.append(
+                f"{sum(filled.missing.values()):,} chunks are missing, in {counted(len(filled.missing), 'array')}"
+            )
         return Manifest(
             format=self.name,
             root=source.listing.url,
@@ -113,7 +118,9 @@ class OrbaxReader(ResolvedReader):
             yield Finding("missing-chunk", Severity.ERROR, f"{count:,} chunks of {fqn!r} are not stored", fqn=fqn)
         n_files = len(source.listing.sizes)
         if n_files > _MANY_FILES:
-            said = f"{n_files:,} files; Orbax with use_ocdbt=True writes a few, which is faster on most storages"
+            said = (
+                f"{counted(n_files, 'file')}; Orbax with use_ocdbt=True writes a few, which is faster on most storages"
+            )
             yield Finding("many-files", Severity.WARNING, said)
         items = _items(source)
         for folder in items.arrays:

@@ -32,6 +32,7 @@ from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, LayoutEntry, pars
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "RankFilesReader"]
 
@@ -170,7 +171,7 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
         found.notes.append(f"{len(found.flat):,} flat parameters of FSDP1: {_CANNOT_UNFLATTEN}")
     for other in others:
         found.notes.append(
-            f"left out: {len(other.files):,} files of {other.world_size:,} ranks ({other.files[0].path})"
+            f"left out: {counted(len(other.files), 'file')} of {other.world_size:,} ranks ({other.files[0].path})"
         )
     found.notes += [f"{mismatch}, not the one of its name" for mismatch in found.rank_mismatches]
 

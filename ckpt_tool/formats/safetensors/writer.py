@@ -13,6 +13,7 @@ from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "SafetensorsWriter", "split"]
 
@@ -125,7 +126,7 @@ def _check_contents(request: WriteRequest) -> None:
     if request.blobs:
         names = ", ".join(repr(b.fqn) for b in request.blobs[:3])
         raise Unsupported(
-            f"safetensors holds tensors only, and there are {len(request.blobs):,} other objects: {names}",
+            f"safetensors holds tensors only, and there are {counted(len(request.blobs), 'other object')}: {names}",
             hint="leave them out with --exclude, or choose --to rank-files, which keeps them",
         )
     refused: dict[str, str] = {}
@@ -139,7 +140,7 @@ def _check_contents(request: WriteRequest) -> None:
         count = sum(d.name in refused for d in request.tensors.dtypes)
         listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
         raise Unsupported(
-            f"safetensors has no such type: {listed}; {count:,} tensors in all",
+            f"safetensors has no such type: {listed}; {counted(count, 'tensor')} in all",
             hint="cast them with --dtype, leave them out with --exclude, or choose --to rank-files",
         )
 

@@ -28,6 +28,7 @@ from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "TorchCheckpointingWriter"]
 
@@ -195,7 +196,7 @@ def _grid(plan: _Plan, number: int) -> Grid:
     if grid is None:
         shown = ", ".join(f"{box} on rank {rank}" for box, rank in filled[:4])
         raise LayoutError(
-            f"no placement describes these {len(filled):,} boxes of {list(meta.shape)}: {shown}",
+            f"no placement describes these {counted(len(filled), 'box')} of {list(meta.shape)}: {shown}",
             where=meta.fqn,
             hint="choose a mesh that cuts each dimension once, or ckpt export for whole tensors",
         )

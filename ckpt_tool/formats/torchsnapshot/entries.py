@@ -17,6 +17,7 @@ from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.torchsnapshot.tree import CONTAINERS
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["Entry", "Metadata", "Shard", "parse_metadata"]
@@ -154,7 +155,7 @@ def _sharded(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> En
         return None
     dtypes = {str(part["tensor"]["dtype"]) for part in parts} or {str(row["dtype"])}
     if len(dtypes) != 1:
-        raise FormatError(f"{len(parts):,} parts of {len(dtypes)} types", where=where)
+        raise FormatError(f"{counted(len(parts), 'part')} of {len(dtypes)} types", where=where)
     for part in parts:
         sizes = _numbers(part["sizes"], where)
         if _numbers(part["tensor"]["shape"], where) != sizes:

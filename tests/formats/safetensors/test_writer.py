@@ -169,7 +169,7 @@ def test_types_and_objects_that_do_not_fit_are_listed() -> None:
             request([meta("a", "complex128", (1,)), meta("b", "complex128", (1,)), meta("c", "qint8", (1,))])
         )
     assert "--dtype" in (caught.value.hint or "")
-    with pytest.raises(Unsupported, match=r"holds tensors only, and there are 1 other objects: 'step'"):
+    with pytest.raises(Unsupported, match=r"holds tensors only, and there are 1 other object: 'step'"):
         WRITER.lay_out(request([], blobs=(Blob("step", "value", None, 3, is_loaded=True),)))
 
 
