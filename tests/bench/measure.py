@@ -1,12 +1,13 @@
 """Measuring whole processes side by side: interleaved runs, time and peak memory as the system says.
 
-Machines are noisy and drift, so commands take turns (A B C A B C ...), and what counts is the ratio of medians.
+Machines are noisy and drift, so commands take turns, and what counts is the ratio of medians.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -28,7 +29,9 @@ class Row:
     name: str
     argv: Sequence[str]
     output: Path | None = None
-    """Removed before each run."""
+    """Removed right before the next run, of whatever row: nothing of it is still to be written then, and all find the
+    memory that was its page cache. (A virtual machine's host takes back free memory, and who writes to it first waits.)
+    """
     environment: Mapping[str, str] | None = None
 
 
@@ -50,18 +53,20 @@ def interleaved(rows: Sequence[Row], *, n_rounds: int) -> list[Figure]:
     seconds: dict[str, list[float]] = {row.name: [] for row in rows}
     cpu: dict[str, list[float]] = {row.name: [] for row in rows}
     peaks: dict[str, list[float]] = {row.name: [] for row in rows}
+    left: Path | None = None
     for number in range(n_rounds + 1):
-        for row in rows:
-            if row.output is not None:
-                _remove(row.output)
+        # In another order each time: what the system does every few seconds would else meet the same row every round.
+        for row in random.Random(number).sample(rows, len(rows)):
+            if left is not None:
+                _remove(left)
             wall, cpu_s, peak = _run(row, is_sampled=not number)
+            left = row.output
             peaks[row.name].append(peak)
             if number:
                 seconds[row.name].append(wall)
                 cpu[row.name].append(cpu_s)
-    for row in rows:
-        if row.output is not None:
-            _remove(row.output)
+    if left is not None:
+        _remove(left)
     return [
         Figure(name, min(times), statistics.median(times), max(times), max(peaks[name]), statistics.median(cpu[name]))
         for name, times in seconds.items()
