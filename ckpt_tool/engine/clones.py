@@ -109,7 +109,7 @@ def shared_runs(plan: Plan) -> Runs:
     """What of a plan's target is in the source's files byte by byte, in whole blocks of both."""
     reads, writes, tiles = plan.reads, plan.writes, plan.tiles
     is_cast = np.zeros(len(plan.source.tensors), dtype=bool)
-    is_cast[[plan.source.tensors.index[cast.fqn] for cast in plan.casts]] = True
+    is_cast[plan.source_tensor[plan.is_cast]] = True
     is_plain = np.array([file.codec is None and file.part is None for file in plan.source.files], dtype=bool)
     taken = np.flatnonzero(_is_run(reads) & is_plain[reads.file] & (plan.source.chunks.flags[reads.chunk] == 0))
     given = np.flatnonzero(_is_run(writes) & ~is_cast[tiles.tensor[writes.tile]])

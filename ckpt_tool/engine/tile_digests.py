@@ -39,10 +39,8 @@ class TileDigests:
         self._n_targets = len(target)
         self._target_row = np.full(len(source), -1, dtype=np.int64)
         self._target_row[plan.source_tensor] = np.arange(len(target))
-        is_cast = np.zeros(len(target), dtype=bool)
-        is_cast[[target.index[cast.fqn] for cast in plan.casts]] = True
         tiles = plan.tiles
-        self.is_cast = is_cast[self._target_row[tiles.tensor]]
+        self.is_cast = plan.is_cast[self._target_row[tiles.tensor]]
         shape = _fit(source.shape[tiles.tensor], tiles.sizes.shape[1])
         self.itemsize = np.maximum(source.bits[tiles.tensor] // 8, 1)
         self._strides = contiguous_strides_columns(shape)

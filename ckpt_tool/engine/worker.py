@@ -68,9 +68,6 @@ class Worker:
         )
         self._scratch = self._reader.scratch  # idle once a tile is read
         self._cast = Buffer()
-        is_cast = np.zeros(len(plan.target.tensors), dtype=bool)
-        is_cast[[plan.target.tensors.index[cast.fqn] for cast in plan.casts]] = True
-        self._is_cast = is_cast
         self._rows = PieceRows(plan.writes, self._are_plain)
 
     def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
@@ -116,7 +113,7 @@ class Worker:
         """bool[n]: pieces that are one run of their tile, in the type that the target has."""
         writes = self._plan.writes
         tensor = self._plan.target.chunks.tensor[writes.chunk[rows]]
-        are_plain: npt.NDArray[np.bool_] = writes.is_packed_in_tile[rows] & ~self._is_cast[tensor]
+        are_plain: npt.NDArray[np.bool_] = writes.is_packed_in_tile[rows] & ~self._plan.is_cast[tensor]
         return are_plain
 
     def _sum_tile(self, tile: int, buffer: npt.NDArray[np.uint8]) -> bool:

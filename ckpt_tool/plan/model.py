@@ -116,6 +116,13 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @cached_property
+    def is_cast(self) -> npt.NDArray[np.bool_]:
+        """bool[n_target_tensors]: those whose element type changes."""
+        is_cast = np.zeros(len(self.target.tensors), dtype=bool)
+        is_cast[[self.target.tensors.index[cast.fqn] for cast in self.casts]] = True
+        return is_cast
+
+    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change when any byte would go elsewhere or come from elsewhere."""
         digest = hashlib.blake2b(digest_size=8)
