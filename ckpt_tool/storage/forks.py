@@ -14,6 +14,8 @@ import select
 import signal
 import struct
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -28,6 +30,8 @@ Work = Callable[[int, Callable[[Any], None]], Any]
 
 _NOT_TO_BE_COPIED = frozenset({"torch", "jax", "tensorflow", "cupy", "mpi4py", "ray"})
 """Modules that keep devices or connections of which a copy would have only half."""
+_SECONDS_TO_LEAVE = 0.01
+"""How long a thread that has been joined may still take to leave: ``join`` returns before the system has seen it go."""
 _JOB = struct.Struct("<q")
 _HEAD = struct.Struct("<?Q")  # whether an error follows; bytes of the pickled result
 
@@ -42,10 +46,15 @@ def can_fork() -> bool:
         return False
     if not _NOT_TO_BE_COPIED.isdisjoint(sys.modules):
         return False
+    until = time.monotonic() + _SECONDS_TO_LEAVE
     try:
-        return len(os.listdir("/proc/self/task")) == 1
+        while len(os.listdir("/proc/self/task")) != 1:
+            if threading.active_count() != 1 or time.monotonic() > until:
+                return False
+            time.sleep(0.0005)
     except OSError:
         return False
+    return True
 
 
 def forked(jobs: Sequence[int], make_work: Callable[[], Work], *, n_processes: int) -> Iterator[Any]:
