@@ -1,20 +1,17 @@
 """torchrun --nproc_per_node=4 load_job.py FOLDER MEGABYTES ROUNDS LAYOUT...: loads beside ``dcp.load``, in turns.
 
 The saved state is what FSDP2 and Adam have of a row of linear layers: weights and two moments, ``Shard(0)``. Rank 0
-prints one JSON line for each layout and loader: seconds of all rounds, each the longest of any rank. Where
-torch-checkpointing is installed, it saves the same state for itself, and takes its turn.
+prints one JSON line for each layout and loader: seconds of all rounds, each from the first rank's start to the
+last one's end. Where torch-checkpointing is installed, it saves the same state for itself, and takes its turn.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +22,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 import ckpt_tool
 from ckpt_tool.api.job import load_manifest
+from tests.bench.load_peer import has_peer, manager
 
 WIDTH = 1024
 LAYOUTS: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
 WAYS = ("none", "shared-memory", "all-to-all")
-PEER = "torch_checkpointing"
-PEER_MAKE = Path(__file__).parents[2] / "fixtures/torch_checkpointing/make"
 
 
 def build(mesh: DeviceMesh, megabytes: float, placement: Placement | None, *, is_random: bool) -> dict[str, Any]:
@@ -71,11 +67,14 @@ def slowest(seconds: float) -> float:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds until the last rank is done."""
+    """Seconds from when the first rank begins until the last one is done; ranks of one host have one clock.
+
+    Where there are fewer cores than ranks some begin when others have ended, and each one's own time is only its own.
+    """
     dist.barrier()
-    begun = time.perf_counter()
+    begun = time.monotonic()
     work()
-    return slowest(time.perf_counter() - begun)
+    return slowest(time.monotonic()) + slowest(-begun)
 
 
 def read_bytes() -> int:
@@ -108,11 +107,7 @@ def compare(folder: str, mesh: DeviceMesh, megabytes: float, layout: str, placem
     loaders: dict[str, Callable[[], Any]] = {
         "memcpy of the state": copy,
         "dcp.load": lambda: dcp.load(state, checkpoint_id=folder),
-        **(
-            {"torch-checkpointing": lambda: peer().load(f"{folder}-peer", into=state, strict=True)}
-            if has_peer()
-            else {}
-        ),
+        **(peer_loader(state, folder) if has_peer() else {}),
         "ckpt_tool.load, planned anew": anew,
         **{f"ckpt_tool.load, {way}": loader_of(state, folder, way) for way in ("auto", *WAYS)},
     }
@@ -151,30 +146,10 @@ def loader_of(state: dict[str, Any], folder: str, way: Any) -> Callable[[], Any]
     return load
 
 
-def has_peer() -> bool:
-    """Whether torch-checkpointing is installed."""
-    return find_spec(PEER) is not None
-
-
-def peer() -> Any:
-    """A manager of torch-checkpointing that reshards, on CPUs."""
-    sys.path.insert(0, str(PEER_MAKE))
-    from _cpu import patch  # type: ignore[import-not-found]
-    from torch_checkpointing import CheckpointManager, ItemSpec  # type: ignore[import-not-found]
-    from torch_checkpointing.config import SyncCheckpointSaverConfig  # type: ignore[import-not-found]
-    from torch_checkpointing.default_resharder import DefaultResharder  # type: ignore[import-not-found]
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # type: ignore[import-not-found]
-
-    patch()
-    logging.disable(logging.WARNING)
-    resharder = DefaultResharder()
-    return CheckpointManager(
-        CheckpointManager.Config(
-            items={"model": ItemSpec(resharder=resharder), "optim": ItemSpec(resharder=resharder)},
-            save=SyncCheckpointSaverConfig(),
-            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-        )
-    )
+def peer_loader(state: dict[str, Any], folder: str) -> dict[str, Callable[[], Any]]:
+    """torch-checkpointing with a manager that is made once, as in a job."""
+    made = manager()
+    return {"torch-checkpointing": lambda: made.load(f"{folder}-peer", into=state, strict=True)}
 
 
 def main(folder: str, megabytes: float, n_rounds: int, layouts: list[str]) -> None:
@@ -187,7 +162,7 @@ def main(folder: str, megabytes: float, n_rounds: int, layouts: list[str]) -> No
         state = build(mesh, megabytes, Shard(0), is_random=True)
         dcp.save(state, checkpoint_id=folder)
         if has_peer():
-            peer().save(f"{folder}-peer", state)
+            manager().save(f"{folder}-peer", state)
     for layout in (layout for layout in layouts if layout in LAYOUTS):
         compare(folder, mesh, megabytes, f"rows to {layout}", LAYOUTS[layout], n_rounds)
     dist.destroy_process_group()

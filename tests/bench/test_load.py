@@ -30,9 +30,14 @@ HERE = Path(__file__).parent
 
 def run_job(folder: Path, megabytes: str, *layouts: str) -> list[dict[str, Any]]:
     """What a job of 4 ranks printed: a row for each layout and loader."""
+    return run_ranks("load_job.py", str(folder), megabytes, ROUNDS, *layouts)
+
+
+def run_ranks(script: str, *arguments: str) -> list[dict[str, Any]]:
+    """The rows that 4 ranks printed."""
     argv = [
         PYTHON, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4",
-        str(HERE / "load_job.py"), str(folder), megabytes, ROUNDS, *layouts,
+        str(HERE / script), *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -66,6 +71,26 @@ def test_load_beside_dcp(tmp_path: Path) -> None:
     for row in rows:
         if row["loader"] in {"ckpt_tool.load, shared-memory", "ckpt_tool.load, all-to-all"}:
             assert row["read_mb"] <= 1.01 * float(megabytes) + 1
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_first_load_of_a_process(tmp_path: Path, layout: str) -> None:
+    """What a restart waits for: a job for each loader and round, in turns. Imports are shown apart."""
+    megabytes = os.environ.get("CKPT_BENCH_LOAD_MB", "302")
+    run_job(tmp_path / "saved", megabytes, "none")
+    loaders = ["dcp.load", "ckpt_tool.load"]
+    if (tmp_path / "saved-peer").is_dir():
+        loaders.insert(1, "torch-checkpointing")
+    rows = [
+        row
+        for _ in range(int(ROUNDS))
+        for loader in loaders
+        for row in run_ranks("first_load_job.py", str(tmp_path / "saved"), megabytes, layout, loader)
+    ]
+    print(f"\nrows to {layout}, {megabytes} MB, 4 ranks, first load of a process: min / median s, and its imports")
+    for loader in loaders:
+        seconds, imports = ([row[key] for row in rows if row["loader"] == loader] for key in ("seconds", "import"))
+        print(f"  {loader:30} {min(seconds):7.3f} {statistics.median(seconds):7.3f} {statistics.median(imports):7.3f}")
 
 
 @pytest.mark.parametrize("cache", ["", "cached"])
