@@ -33,6 +33,8 @@ class Row:
     memory that was its page cache. (A virtual machine's host takes back free memory, and who writes to it first waits.)
     """
     environment: Mapping[str, str] | None = None
+    reads_cold: Path | None = None
+    """A folder whose files are taken out of the page cache before each run, so that they are read from storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ def _run(row: Row, *, is_sampled: bool) -> tuple[float, float, float]:
     """Wall and processor seconds, and peak megabytes: of the largest process, or ``is_sampled`` of all together."""
     # An installed program has its bytecode; a shell that forbids writing it would time the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | dict(row.environment or {})
+    if row.reads_cold is not None:
+        _cool(row.reads_cold)
     started = time.perf_counter()
     with subprocess.Popen(row.argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as process:
         peak = _peak_together(process.pid) if is_sampled else 0.0
@@ -124,6 +128,13 @@ def _proportional(pid: int) -> float:
         return sum(int(row.split()[1]) for row in rows if row.startswith("Pss:")) * 1024 / 1e6
     except OSError:
         return 0.0
+
+
+def _cool(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is still to be written stays
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ DCP_TO_TORCH = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils
 
 
 READS_ALL = ("ckpt verify --full", "ckpt verify --write", "ckpt verify --manifest")
+_COLD = ("cat, 2 cores", "ckpt verify --full", "ckpt verify --write-manifest")
 WITHOUT_ISAL = "import sys; sys.modules['isal'] = None; from ckpt_tool.cli.app import main; sys.exit(main())"
 
 
@@ -66,6 +68,17 @@ def test_reshard_against_cp_and_torch(folder: Path) -> None:
         f"reshard-torch: {GIGABYTES} GB", interleaved(torch_rows, n_rounds=min(ROUNDS, 3)),
         peer="ckpt reshard to DCP with CRCs",
     )  # fmt: skip
+
+
+def test_reshard_of_what_is_not_in_memory(folder: Path) -> None:
+    """The same with a source that storage has to give: what a copy, and who waits for it, find on another day."""
+    rows = [
+        Row("cp -r", ["cp", "-r", str(folder / "source"), str(folder / "cp")], folder / "cp"),
+        ckpt("ckpt reshard to rank files", folder, "rank", "reshard", "--tp", "4", "--to", "rank-files", "--no-fsync"),
+        ckpt("ckpt reshard to DCP with CRCs", folder, "dcp", "reshard", "--tp", "4", "--to", "dcp", "--no-fsync"),
+    ]
+    cold = [replace(row, reads_cold=folder / "source") for row in rows]
+    report(f"reshard-cold: {GIGABYTES} GB, FSDP 4 to TP 4", interleaved(cold, n_rounds=ROUNDS), peer="cp -r")
 
 
 def test_export_against_dcp_to_torch_save(folder: Path) -> None:
@@ -132,10 +145,14 @@ def _report_verify(kind: str, checkpoint: Path, others: Sequence[Row]) -> None:
         Row("ckpt verify --full", [*CKPT, "verify", str(checkpoint), "--full"]),
         *others,
     ]
-    figures = interleaved(rows, n_rounds=max(ROUNDS, 7))
+    cold = [replace(row, name=f"{row.name}, cold", reads_cold=checkpoint) for row in rows if row.name in _COLD]
+    figures = interleaved([*rows, *cold], n_rounds=max(ROUNDS, 7))
     quick = next(figure for figure in figures if figure.name == "ckpt verify --quick")
-    beyond = [beyond_start(figure, quick) for figure in figures if figure.name.startswith(READS_ALL)]
-    report(f"verify-{kind}: {GIGABYTES} GB", [*figures, *beyond], peer="cat, 2 cores")
+    warm = [figure for figure in figures if not figure.name.endswith(", cold")]
+    beyond = [beyond_start(figure, quick) for figure in warm if figure.name.startswith(READS_ALL)]
+    report(f"verify-{kind}: {GIGABYTES} GB", [*warm, *beyond], peer="cat, 2 cores")
+    from_storage = [figure for figure in figures if figure not in warm]
+    report(f"verify-{kind}-cold: {GIGABYTES} GB", from_storage, peer="cat, 2 cores, cold")
 
 
 def _cats(checkpoint: Path) -> str:
