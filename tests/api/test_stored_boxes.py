@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 
 import ckpt_tool
-from ckpt_tool.api.convert import stored_boxes
 from ckpt_tool.api.convert.reshard import prepare_reshard, reshard
 from ckpt_tool.manifest.tables import IntArray
 from tests.storage.checkpoints import make_safetensors
@@ -21,9 +20,8 @@ CUTTING = {"dcp", "bytecheckpoint"}
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three tensors of 100 KiB, which would leave one of four ranks without any; parts may be small."""
-    monkeypatch.setattr(stored_boxes, "_GRAIN_BYTES", 2 << 10)
+def source(tmp_path: Path) -> Path:
+    """Three tensors of 100 KiB, which would leave one of four ranks without any."""
     return make_safetensors(tmp_path / "x.safetensors", n_tensors=3, rows=100, columns=256)
 
 

@@ -88,6 +88,14 @@ def state_of(layout: str, *, is_empty: bool = False) -> dict[str, Any]:
     }
 
 
+def few() -> dict[str, torch.Tensor]:
+    """Few large tensors that all ranks hold: rows to be cut, in two orders of memory, and one to be cut behind them."""
+    made = torch.Generator().manual_seed(9)
+    shapes = ((240, 256), (256, 240), (3, 80_000))
+    rows, columns, long = (torch.randn(*shape, generator=made) for shape in shapes)
+    return {"rows": rows, "columns": columns.t(), "long": long.bfloat16()}
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     """Elements of a local tensor, in order."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -161,6 +169,12 @@ def save_all(rank: int, size: int, rendezvous: str, out: str) -> None:
             for tensor in state["model"].values():
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
             found["written"][layout] = handle.wait().payload_nbytes
+        for name in ("few", "few again"):  # what is to be written is not known at first, so that all is staged
+            before = n_collectives()
+            result = ckpt_tool.save({"model": few()}, f"{out}/{size}/{name}").wait()
+            found["collectives"].append(n_collectives() - before)
+            found["written"][name] = result.payload_nbytes
+            found["planned"] = "plan" in [each.operation for each in result.operations]
         for name in MODELS:
             model = model_of(name, seed=1)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -187,6 +201,15 @@ def load_all(rank: int, size: int, rendezvous: str, out: str) -> None:
                         state = state_of(other, is_empty=True)
                         loader(state, url)
                         found[f"{saved} {layout} to {other} by {loader.__name__}"] = differences(other, state)
+            for name in ("few", "few again"):
+                for loader in (_dcp_load, _own_load):
+                    wanted = few()
+                    state = {
+                        "model": {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
+                    }
+                    loader(state, f"{out}/{saved}/{name}")
+                    wrong = [key for key, tensor in wanted.items() if bits(tensor) != bits(state["model"][key])]
+                    found[f"{saved} {name} by {loader.__name__}"] = wrong
             for name in MODELS:
                 losses = _resumed(name, f"{out}/{saved}/{name}")
                 expected = json.loads(Path(f"{out}/saved-{saved}.0.json").read_text(encoding="utf-8"))["losses"][name]

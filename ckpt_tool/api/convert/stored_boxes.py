@@ -10,16 +10,11 @@ from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.place import Placed
-from ckpt_tool.manifest.tables import IntArray, TensorTable
+from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.records import dataclass
 
 __all__ = ["Storing", "stored_boxes"]
-
-_GRAIN_BYTES = 1 << 20
-"""Parts of a box are multiples of about as much: a smaller one costs more as a request than as a lack of balance."""
-_MIN_ROWS = 64
-"""A dimension that is longer is cut rather than a longer one behind it: its parts are runs of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,32 +44,14 @@ def stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, storing: Stor
         same = exact_duplicates(offsets, sizes, group)
         rank = placed.rank.astype(np.int64)
         nbytes = np.prod(sizes, axis=1) * tensors.bits[placed.tensor] // 8
-        if policy == "once" and may_cut is not None and sizes.shape[1]:
-            rows, offsets, sizes = _in_parts(placed, same, nbytes, may_cut & (tensors.bits % 8 == 0))
+        if policy == "once" and may_cut is not None:
+            from ckpt_tool.plan.shared_boxes import shared_boxes  # a start-up that other policies need not have
+
+            is_cut = (may_cut & (tensors.bits % 8 == 0))[placed.tensor]
+            stored = shared_boxes(same, rank, offsets, sizes, nbytes, is_cut, mesh.world_size)
+            rows, offsets, sizes = stored.row, stored.offsets, stored.sizes
         else:
             rows = choose_replicas(same, rank, nbytes, mesh.world_size)
             offsets, sizes = offsets[rows], sizes[rows]
     order = np.lexsort((placed.rank[rows], placed.tensor[rows]))
     return BoxTable(placed.tensor[rows[order]], offsets[order], sizes[order], placed.rank[rows[order]])
-
-
-def _in_parts(
-    placed: Placed, same: IntArray, nbytes: IntArray, may_cut: npt.NDArray[np.bool_]
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Rows of ``placed``, and offsets and sizes of what is stored of them."""
-    from ckpt_tool.plan.share_replicas import share_replicas  # a start-up that other policies need not have
-
-    is_long = placed.sizes >= _MIN_ROWS
-    dim = np.where(is_long.any(axis=1), np.argmax(is_long, axis=1), np.argmax(placed.sizes, axis=1))
-    own = np.arange(len(dim))
-    row_nbytes = nbytes // np.maximum(placed.sizes[own, dim], 1)
-    at_once = np.maximum(-(-_GRAIN_BYTES // np.maximum(row_nbytes, 1)), 1)
-    grain = np.where(may_cut[placed.tensor], row_nbytes * at_once, 0)
-    shares = share_replicas(same, placed.rank.astype(np.int64), nbytes, grain, placed.mesh.world_size)
-    offsets, sizes = placed.offsets[shares.row], placed.sizes[shares.row]
-    part = np.flatnonzero(shares.stop - shares.first < nbytes[shares.row])
-    cut = dim[shares.row[part]]
-    first, stop = (column[part] // row_nbytes[shares.row[part]] for column in (shares.first, shares.stop))
-    offsets[part, cut] += first
-    sizes[part, cut] = stop - first
-    return shares.row, offsets, sizes

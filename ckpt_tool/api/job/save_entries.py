@@ -95,7 +95,7 @@ def entries_of(writer: JointWriter, held: Held, extra: Sequence[KeyPath], rank: 
     for number, entry in enumerate(values):
         path, keys = writer.holder(entry, rank, world_size) or (entry.path, ())
         made.setdefault(path, []).append((keys, n_views + number))
-    structure = structure_of(tensors, boxes, [views[row] for row in staged], list(made))
+    structure = structure_of(tensors, boxes, [views[row] for row in staged], list(made), writer.name)
     objects = tuple(_Object(path, tuple(parts)) for path, parts in made.items())
     return Entries(structure, objects, tuple(staged), writer)
 

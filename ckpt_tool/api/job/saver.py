@@ -21,7 +21,7 @@ from ckpt_tool.api.job.save_entries import Entries, Staged, entries_of
 from ckpt_tool.api.job.save_handle import SaveHandle
 from ckpt_tool.engine.save.arena import Arena, arrange
 from ckpt_tool.engine.save.client import WriterClient
-from ckpt_tool.engine.save.commands import SaveCommand, Structure
+from ckpt_tool.engine.save.commands import SaveCommand
 from ckpt_tool.engine.save.log import Operation, OperationLog
 from ckpt_tool.engine.save.wire import described
 from ckpt_tool.errors import CkptError, StorageError, UsageError
@@ -32,7 +32,6 @@ from ckpt_tool.storage.urls import is_local, local_path
 if TYPE_CHECKING:
     from ckpt_tool.engine.save.links import Place
     from ckpt_tool.engine.save.staging import Stager
-    from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["Saver", "saver_of"]
 
@@ -213,18 +212,17 @@ class Saver:
         client, structure = self._running(), held.structure
         client.tell(structure)
         known = client.assigned.get(structure.key)
-        rows: IntArray | None = None if known is None else known[0]
-        wanted = range(len(held.objects)) if known is None else known[1]
+        wanted = range(len(held.objects)) if known is None else known.objects
         with clock("objects"):
             objects = tuple(self._object_bytes.of(held.objects[row]) for row in wanted)
         key = (command.arena, structure.key, known is not None)
         stager = self._stagers.get(key)
         if stager is None:
-            nbytes = _staged_nbytes(structure, rows)
+            nbytes = arrange((structure.held if known is None else known.boxes).nbytes)[1]
             with clock("allocate", nbytes):
                 arena = self._arena(command.arena, nbytes)
                 pin(arena, held.views)
-            stager = self._stagers[key] = Stager(held.views, structure, rows, arena)
+            stager = self._stagers[key] = Stager(held.views, structure, known, arena)
         return replace(command, key=structure.key, is_partial=known is not None, objects=objects), stager
 
     def _arena(self, number: int, nbytes: int) -> Arena:
@@ -278,11 +276,6 @@ class _Clock:
         start, begun = time.time(), time.perf_counter()
         yield
         self._operations.append(Operation(self._rank, self._step, name, nbytes, start, time.perf_counter() - begun))
-
-
-def _staged_nbytes(structure: Structure, rows: IntArray | None) -> int:
-    nbytes = structure.held.nbytes
-    return arrange(nbytes if rows is None else nbytes[rows])[1]
 
 
 _SAVERS: dict[int, Saver] = {}

@@ -32,7 +32,7 @@ class StagedBox:
     sizes: tuple[int, ...]
     itemsize: int
     strides: tuple[int, ...] | None
-    """In elements, from ``offset``; None for row-major order. Elements fill ``nbytes`` without gaps either way."""
+    """In elements, from ``offset``; None for row-major order without gaps."""
 
 
 def arrange(nbytes: IntArray) -> tuple[IntArray, int]:

@@ -1,4 +1,4 @@
-"""Who writes what: of every box that several ranks hold, one rank writes it, balanced by bytes.
+"""Who writes what: of every box that several ranks hold, one rank writes it, or several a part each: evenly by bytes.
 
 Decided once for a structure, in columns, by the one process that has heard of all ranks; what some ranks have written
 already stays as it is. Pure: the same states give the same assignment.
@@ -6,22 +6,27 @@ already stays as it is. Pure: the same states give the same assignment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.engine.save.columns import HeldState, Names, fqn_of
 from ckpt_tool.errors import CoverageError, LayoutError
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.cover import coverage, exact_duplicates, overlapping_pairs, volumes_match
+from ckpt_tool.geometry.cover import coverage, exact_duplicates, gaps, overlapping_pairs, volumes_match
 from ckpt_tool.manifest.model import KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import IntArray, TensorTable
-from ckpt_tool.plan.assign import choose_replicas
+from ckpt_tool.plan.shared_boxes import shared_boxes
 from ckpt_tool.records import dataclass, field
 
-__all__ = ["Assigned", "GlobalState", "assign"]
+__all__ = ["Assigned", "GlobalState", "MayCut", "assign"]
+
+MayCut = Callable[[TensorTable], npt.NDArray[np.bool_]]
+"""bool[n_tensors]: whose boxes may be written in parts; see `CuttingWriter`."""
+_ALL = 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +35,16 @@ class Assigned:
 
     held: HeldState
     rows: IntArray
-    """Rows of ``held``, ascending."""
+    """Rows of ``held``, ascending; one comes again where the rank writes several parts of a box."""
+    boxes: HeldState
+    """One for each of ``rows``: that box, or a part of it."""
     objects: tuple[int, ...]
     """Rows of ``held.names.objects``, ascending."""
 
     @property
     def nbytes(self) -> int:
         """Payload."""
-        return int(self.held.nbytes[self.rows].sum())
+        return int(self.boxes.nbytes.sum())
 
 
 class GlobalState:
@@ -53,20 +60,20 @@ class GlobalState:
                 self._rows_of[id(held.names)] = self._number(held.names, rank)
         self.tensors = TensorTable.from_records(self._records.values())
 
-    def boxes(self, parts: Mapping[int, tuple[HeldState, IntArray]]) -> BoxTable:
-        """The boxes in ``rows`` of each rank, in order of ranks, under the common numbering."""
+    def boxes(self, parts: Mapping[int, HeldState]) -> BoxTable:
+        """The boxes of each rank, in order of ranks, under the common numbering."""
         width = self.tensors.shape.shape[1]
         tensor, ranks = [], []
         offsets: list[IntArray] = []
         sizes: list[IntArray] = []
-        for rank, (held, rows) in sorted(parts.items()):
+        for rank, held in sorted(parts.items()):
             own = held.names.width
-            tensor.append(self._rows_of[id(held.names)][held.tensor[rows]])
+            tensor.append(self._rows_of[id(held.names)][held.tensor])
             for column, fill, columns in ((held.offsets, 0, offsets), (held.sizes, 1, sizes)):
-                padded = np.full((len(rows), width), fill, dtype=np.int64)
-                padded[:, :own] = column[rows]
+                padded = np.full((len(held), width), fill, dtype=np.int64)
+                padded[:, :own] = column
                 columns.append(padded)
-            ranks.append(np.full(len(rows), rank, dtype=np.int32))
+            ranks.append(np.full(len(held), rank, dtype=np.int32))
         if not tensor:
             empty = np.zeros((0, width), dtype=np.int64)
             return BoxTable(np.zeros(0, dtype=np.int32), empty, empty, np.zeros(0, dtype=np.int32))
@@ -134,11 +141,14 @@ class _Objects:
 
 
 def assign(
-    planning: Mapping[int, HeldState], written: Mapping[int, Assigned], world_size: int
+    planning: Mapping[int, HeldState],
+    written: Mapping[int, Assigned],
+    world_size: int,
+    may_cut: MayCut | None = None,
 ) -> tuple[GlobalState, dict[int, Assigned]]:
     """What each rank of ``planning`` writes, given what others have ``written`` already; with the common numbering.
 
-    Boxes go to the holder with the fewest bytes, largest boxes first (`choose_replicas`); objects to the lowest rank.
+    Boxes are stored once, whole or in parts (`shared_boxes`), objects by the lowest rank.
 
     Raises:
         LayoutError: ranks disagree about a tensor.
@@ -146,28 +156,75 @@ def assign(
     """
     states = {**{rank: each.held for rank, each in written.items()}, **planning}
     together = GlobalState(states)
-    parts = {rank: (each.held, each.rows) for rank, each in written.items()}
-    parts |= {rank: (held, np.arange(len(held))) for rank, held in planning.items()}
-    ranks = sorted(parts)
-    boxes = together.boxes(parts)
-    group = exact_duplicates(boxes.offsets, boxes.sizes, boxes.tensor.astype(np.int64))
-    nbytes = np.concatenate([parts[rank][0].nbytes[parts[rank][1]] for rank in ranks])
-    is_written = np.isin(boxes.rank, list(written))
-    done = np.zeros(len(group), dtype=np.bool_)
-    done[group[is_written]] = True  # by group
-    open_rows = np.flatnonzero(is_written | ~done[group])
-    kept = open_rows[
-        choose_replicas(group[open_rows], boxes.rank[open_rows].astype(np.int64), nbytes[open_rows], world_size)
-    ]
-    starts = np.cumsum([0, *(len(parts[rank][1]) for rank in ranks)])
+    done = together.boxes({rank: each.boxes for rank, each in written.items()})
+    held = together.boxes(planning)
+    row, offsets, sizes = _open(
+        held, done, together.boxes({r: each.held.take(each.rows) for r, each in written.items()})
+    )
+    table = _joined(BoxTable(held.tensor[row], offsets, sizes, held.rank[row]), done)
+    tensor = table.tensor.astype(np.int64)
+    group = exact_duplicates(table.offsets, table.sizes, tensor)
+    group[len(row) :] = np.arange(len(row), len(group))  # what is written already is nobody else's
+    bits = together.tensors.bits
+    is_cut = np.zeros(len(bits), dtype=np.bool_) if may_cut is None else may_cut(together.tensors) & (bits % 8 == 0)
+    nbytes = np.prod(table.sizes, axis=1, dtype=np.int64) * bits[tensor] // 8
+    stored = shared_boxes(
+        group, table.rank.astype(np.int64), table.offsets, table.sizes, nbytes, is_cut[tensor], world_size
+    )
+    starts = np.cumsum([0, *(len(planning[rank]) for rank in sorted(planning))])
+    own = np.flatnonzero(stored.row < len(row))
+    box = row[stored.row[own]]
     objects = _Objects()
     for each in written.values():
-        objects.taken.update(fqn_of(each.held.names.objects[row]) for row in each.objects)
+        objects.taken.update(fqn_of(each.held.names.objects[number]) for number in each.objects)
     assigned: dict[int, Assigned] = dict(written)
-    for number, rank in enumerate(ranks):
-        if rank in planning:
-            mine = kept[(kept >= starts[number]) & (kept < starts[number + 1])] - starts[number]
-            assigned[rank] = Assigned(planning[rank], mine, objects.take(planning[rank].names))
-    final = together.boxes({rank: (each.held, each.rows) for rank, each in assigned.items()})
-    together.check(final)
+    for number, rank in enumerate(sorted(planning)):
+        state, width = planning[rank], planning[rank].names.width
+        mine = np.flatnonzero((box >= starts[number]) & (box < starts[number + 1]))
+        rows = box[mine] - starts[number]
+        columns = (stored.offsets[own[mine], :width], stored.sizes[own[mine], :width])
+        boxes = HeldState(state.names, state.tensor[rows], *columns)
+        assigned[rank] = Assigned(state, rows, boxes, objects.take(state.names))
+    together.check(together.boxes({rank: each.boxes for rank, each in assigned.items()}))
     return together, assigned
+
+
+def _open(held: BoxTable, done: BoxTable, whole: BoxTable) -> tuple[IntArray, IntArray, IntArray]:
+    """What nobody has written of the boxes ``held``: rows of it, and offsets and sizes, of boxes or parts of them.
+
+    Args:
+        held: boxes, by rank.
+        done: what was written.
+        whole: the box that each of ``done`` is, or is a part of.
+    """
+    n = len(held)
+    both = _joined(held, whole)
+    first = exact_duplicates(both.offsets, both.sizes, both.tensor.astype(np.int64))
+    is_touched = np.zeros(len(first), dtype=np.bool_)
+    is_touched[first[n:]] = True
+    volume = np.zeros(len(first), dtype=np.int64)
+    np.add.at(volume, first[n:], np.prod(done.sizes, axis=1, dtype=np.int64))
+    is_open = volume[first[:n]] < np.prod(held.sizes, axis=1, dtype=np.int64)
+    row = np.flatnonzero(~is_touched[first[:n]])
+    found = [(row, held.offsets[row], held.sizes[row])]
+    partly = np.flatnonzero(is_touched[first[:n]] & is_open)
+    for box in np.unique(first[partly]).tolist():
+        parts = np.flatnonzero(first[n:] == box)
+        start, shape = held.offsets[box], tuple(held.sizes[box].tolist())
+        holes = gaps(shape, done.offsets[parts] - start, done.sizes[parts], _ALL)
+        rows = np.repeat(partly[first[partly] == box], len(holes))
+        turns = len(rows) // len(holes)
+        offsets = np.tile(np.array([hole.offsets for hole in holes], dtype=np.int64) + start, (turns, 1))
+        found.append((rows, offsets, np.tile(np.array([hole.sizes for hole in holes], dtype=np.int64), (turns, 1))))
+    row, offsets, sizes = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.argsort(row, kind="stable")
+    return row[order], offsets[order], sizes[order]
+
+
+def _joined(first: BoxTable, second: BoxTable) -> BoxTable:
+    return BoxTable(
+        *(
+            np.concatenate([getattr(first, name), getattr(second, name)])
+            for name in ("tensor", "offsets", "sizes", "rank")
+        )
+    )

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ckpt_tool.engine.save.arena import Arena
+from ckpt_tool.engine.save.assignment import Assigned
+from ckpt_tool.engine.save.columns import HeldState
 from ckpt_tool.engine.save.commands import SaveCommand, Structure
 from ckpt_tool.engine.save.links import Place
+from ckpt_tool.engine.save.shares import shares_of
 from ckpt_tool.engine.save.wire import Connection, Message, described
 from ckpt_tool.errors import StorageError
-from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["WriterClient"]
 
@@ -46,11 +46,11 @@ class WriterClient:
         self._connection = Connection(own)
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._known: set[str] = set()
+        self._known: dict[str, HeldState] = {}
         self._verdicts: dict[int, dict[str, Any]] = {}
         self._awaited: dict[int, int] = {}
-        self.assigned: dict[str, tuple[IntArray, tuple[int, ...]]] = {}
-        """By structure: boxes and objects that this rank writes."""
+        self.assigned: dict[str, Assigned] = {}
+        """By structure: what this rank writes of it."""
         self._send(Message("place", asdict(place)))
 
     @property
@@ -71,7 +71,7 @@ class WriterClient:
     def tell(self, structure: Structure) -> None:
         """Make a structure known, once."""
         if structure.key not in self._known:
-            self._known.add(structure.key)
+            self._known[structure.key] = structure.held
             self._send(structure.to_message())
 
     def save(self, command: SaveCommand) -> None:
@@ -147,8 +147,8 @@ class WriterClient:
         for message in messages:
             fields = message.fields
             if message.kind == "assigned":
-                rows = np.frombuffer(message.body, dtype=np.int64)
-                self.assigned[fields["key"]] = (rows, tuple(fields["objects"]))
+                share = shares_of(message)[self._place.rank]
+                self.assigned[fields["key"]] = share.of(self._known[fields["key"]])
             elif message.kind == "free":
                 number = min(n for n, arena in self._awaited.items() if arena == fields["arena"])
                 del self._awaited[number]

@@ -78,6 +78,10 @@ class HeldState:
         volume: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
         return volume * bits[self.tensor] // 8 if len(self) else volume
 
+    def take(self, rows: IntArray) -> HeldState:
+        """Some of the boxes."""
+        return HeldState(self.names, self.tensor[rows], self.offsets[rows], self.sizes[rows])
+
     def encoded(self) -> bytes:
         """The boxes as bytes; names travel by themselves."""
         rows = np.concatenate([self.tensor[:, None], self.offsets, self.sizes], axis=1)

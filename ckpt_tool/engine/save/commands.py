@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.engine.save.arena import StagedBox, arrange
+from ckpt_tool.engine.save.assignment import Assigned
 from ckpt_tool.engine.save.columns import HeldState, Names
 from ckpt_tool.engine.save.wire import Message
-from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.records import dataclass
 
 __all__ = ["SaveCommand", "Structure"]
@@ -42,19 +43,40 @@ class Structure:
         held = HeldState.decoded(Names.decoded(names), body[fields["n"] :])
         return cls(fields["key"], held, names, {row: tuple(each) for row, each in fields["strides"]})
 
-    def staged(self, rows: IntArray | None, wanted: IntArray) -> list[StagedBox]:
-        """Where the boxes ``wanted`` lie in an arena that holds ``rows`` (None for all boxes), one behind another."""
-        held = self.held
-        present = np.arange(len(held)) if rows is None else rows
-        offsets, _ = arrange(held.nbytes[present])
-        place = offsets[np.searchsorted(present, wanted)].tolist()
+    def order_of(self, row: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """Strides of a box, or of a part of it with these ``sizes``, that is staged by itself; None for row-major."""
+        strides = self.strides.get(row)
+        if strides is None:
+            return None
+        packed, step = [0] * len(sizes), 1
+        for _, dim in sorted((stride, dim) for dim, stride in enumerate(strides)):
+            packed[dim] = step
+            step *= sizes[dim]
+        return tuple(packed)
+
+    def staged(self, assigned: Assigned, *, is_partial: bool) -> list[StagedBox]:
+        """Where the boxes to be written lie in an arena that holds them, or else all boxes, one behind another."""
+        held, boxes = self.held, assigned.boxes
+        starts = arrange(boxes.nbytes)[0] if is_partial else arrange(held.nbytes)[0][assigned.rows]
         ndim = [len(shape) for shape in held.names.shapes]
         itemsize = [kind.itemsize for kind in held.names.kinds]
+        columns = (assigned.rows, starts, boxes.nbytes, boxes.tensor, boxes.sizes, held.sizes[assigned.rows])
+        inner = boxes.offsets - held.offsets[assigned.rows]
         found = []
-        for row, offset, tensor in zip(wanted.tolist(), place, held.tensor[wanted].tolist(), strict=True):
-            sizes = tuple(held.sizes[row, : ndim[tensor]].tolist())
-            nbytes = int(held.nbytes[row])
-            found.append(StagedBox(offset, nbytes, sizes, itemsize[tensor], self.strides.get(row)))
+        for number, (row, start, nbytes, tensor, part, box) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            n, width = ndim[tensor], itemsize[tensor]
+            sizes, whole = tuple(part[:n]), tuple(box[:n])
+            if is_partial or sizes == whole:
+                found.append(StagedBox(start, nbytes, sizes, width, self.order_of(row, sizes)))
+                continue
+            strides = self.strides.get(row, contiguous_strides(whole))
+            begin = start + width * sum(
+                at * stride for at, stride in zip(inner[number].tolist(), strides, strict=False)
+            )
+            is_run = strides == contiguous_strides(sizes)
+            found.append(StagedBox(begin, nbytes, sizes, width, None if is_run else strides))
         return found
 
 

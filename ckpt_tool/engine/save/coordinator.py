@@ -17,6 +17,7 @@ from ckpt_tool.engine.save.assignment import Assigned, GlobalState, assign
 from ckpt_tool.engine.save.columns import HeldState, Names, fqn_of
 from ckpt_tool.engine.save.rounds import Report
 from ckpt_tool.errors import CkptError, LayoutError, StorageError
+from ckpt_tool.formats.base import CuttingWriter
 from ckpt_tool.formats.joint import Joined, JointWriter, PlacedObject
 from ckpt_tool.manifest.digest import Part, content_digest
 from ckpt_tool.manifest.digest_table import DigestRow, DigestTable
@@ -58,8 +59,8 @@ class Coordinator:
         self._assigned.clear()
         self._joins.clear()
 
-    def plan(self, report: Report) -> dict[int, Assigned]:
-        """What each planning rank writes.
+    def plan(self, report: Report, writer: JointWriter) -> dict[int, Assigned]:
+        """What each planning rank writes, in parts of boxes where the format may have them.
 
         Raises:
             LayoutError: ranks disagree about a tensor.
@@ -73,7 +74,8 @@ class Coordinator:
             rank: HeldState.decoded(self._names[entry.names], entry.boxes) for rank, entry in report.plans.items()
         }
         written = {int(entry["rank"]): self._known(entry) for entry in report.done}
-        _, assigned = assign(planning, written, self._size)
+        may_cut = writer.may_cut if isinstance(writer, CuttingWriter) else None
+        _, assigned = assign(planning, written, self._size, may_cut)
         for rank, entry in report.plans.items():
             self._assigned[rank, entry.key] = assigned[rank]
         return {rank: assigned[rank] for rank in planning}
@@ -115,7 +117,7 @@ class Coordinator:
         if found is None:
             parts = {int(entry["rank"]): self._known(entry) for entry in entries}
             together = GlobalState({rank: each.held for rank, each in parts.items()})
-            boxes = together.boxes({rank: (each.held, each.rows) for rank, each in parts.items()})
+            boxes = together.boxes({rank: each.boxes for rank, each in parts.items()})
             together.check(boxes)
             joined = writer.join(together.tensors, boxes, self._size)
             found = self._joins[key] = _Parts(together.tensors, boxes.tensor.astype(np.int64), joined)

@@ -29,6 +29,7 @@ from ckpt_tool.engine.save.shares import Share, shares_message, shares_of, told
 from ckpt_tool.engine.save.wire import Connection, Message, described
 from ckpt_tool.engine.save.work import Layouts, Work
 from ckpt_tool.errors import StorageError
+from ckpt_tool.formats.registry import joint_writer
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["WriterProcess", "main"]
@@ -238,7 +239,7 @@ class WriterProcess:
     def _plan(self, save: _Save, joint: Report) -> None:
         begun = time.time()
         try:
-            assigned = self._coordinator.plan(joint)
+            assigned = self._coordinator.plan(joint, joint_writer(save.command.format))
         except Exception as error:  # noqa: BLE001 - told to every rank
             self._fail(save, described(error))
             return
@@ -256,10 +257,9 @@ class WriterProcess:
         share = shares.get(self._place.rank)
         if share is not None:
             structure = self._structures[save.command.key]
-            assigned = Assigned(structure.held, share.rows, share.objects)
-            self._assigned[structure.key] = assigned
-            fields = {"key": structure.key, "objects": share.objects}
-            self._control.tell(Message("assigned", fields, share.rows.tobytes()))
+            assigned = self._assigned[structure.key] = share.of(structure.held)
+            own = shares_message(number, shares, [self._place.rank])
+            self._control.tell(Message("assigned", {**own.fields, "key": structure.key}, own.body))
             self._write(save, assigned)
 
     # ----------------------------------------------------------------------------------------------------------- ends

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,11 +148,12 @@ def _blocks(layout: RankLayOut, boxes: Sequence[StagedBox], memory: memoryview) 
         if block is not None and block.path != path:
             yield block
             block = None
-        pieces = list(_payload(box, memory))
-        for number, piece in enumerate(pieces):
+        n_left = box.nbytes
+        for piece in _payload(box, memory):
             if block is None:
                 block = _Block(path, [])
-            block.pieces.append((row, piece, number == 0, number == len(pieces) - 1))
+            is_first, n_left = n_left == box.nbytes, n_left - piece.nbytes
+            block.pieces.append((row, piece, is_first, n_left == 0))
             block.nbytes += piece.nbytes
             if block.nbytes >= BLOCK_NBYTES or len(block.pieces) >= 4096:
                 yield block
@@ -169,14 +169,22 @@ def _payload(box: StagedBox, memory: memoryview) -> Iterator[memoryview]:
         for start in range(box.offset, max(end, box.offset + 1), BLOCK_NBYTES):
             yield memory[start : min(start + BLOCK_NBYTES, end)]
         return
-    elements = np.frombuffer(memory, dtype=f"V{box.itemsize}", count=box.nbytes // box.itemsize, offset=box.offset)
-    view = np.lib.stride_tricks.as_strided(
-        elements, box.sizes, [stride * box.itemsize for stride in box.strides], writeable=False
-    )
-    bits = view.view(_bits(box.itemsize))
-    n = max(1, BLOCK_NBYTES // max(1, prod(box.sizes[1:]) * box.itemsize))
-    for first in range(0, box.sizes[0], n):
-        yield np.ascontiguousarray(bits[first : first + n]).reshape(-1).view(np.uint8).data
+    steps = [stride * box.itemsize for stride in box.strides]
+    kind = _bits(box.itemsize)
+    elements: npt.NDArray[Any] = np.ndarray(box.sizes, kind, memory.toreadonly(), box.offset, steps)  # checks bounds
+    yield from _packed(elements)
+
+
+def _packed(elements: npt.NDArray[Any]) -> Iterator[memoryview]:
+    """Elements in row-major order, in pieces of about a block; those that lie so are not copied."""
+    nbytes = elements[:1].nbytes
+    if nbytes > BLOCK_NBYTES and elements.ndim > 1:
+        for each in elements:
+            yield from _packed(each)
+        return
+    n = max(1, BLOCK_NBYTES // max(1, nbytes))
+    for first in range(0, len(elements), n):
+        yield np.ascontiguousarray(elements[first : first + n]).reshape(-1).view(np.uint8).data
 
 
 def _bits(itemsize: int) -> npt.DTypeLike:

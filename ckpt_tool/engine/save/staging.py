@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ckpt_tool.engine.save.arena import Arena, arrange
+from ckpt_tool.engine.save.assignment import Assigned
 from ckpt_tool.engine.save.columns import HeldState, Names
 from ckpt_tool.engine.save.commands import Structure
 from ckpt_tool.manifest.model import KeyPath
-from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["Stager", "dense_strides", "pin", "structure_of"]
 
@@ -33,14 +33,16 @@ def structure_of(
     boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
     views: Sequence[torch.Tensor],
     objects: Sequence[KeyPath],
+    format: str,
 ) -> Structure:
-    """The columns of what a rank holds, with a fingerprint of all of them.
+    """The columns of what a rank holds, with a fingerprint of all of them and of the format, by which they are shared.
 
     Args:
         tensors: path, dtype and global shape of each tensor.
         boxes: row of ``tensors``, offsets and sizes of each box.
         views: its elements.
         objects: path of each object.
+        format: of the save.
     """
     names = Names(
         tuple(path for path, _, _ in tensors),
@@ -51,7 +53,7 @@ def structure_of(
     held = HeldState.of(names, [row for row, _, _ in boxes], [(start, extent) for _, start, extent in boxes])
     strides = {row: each for row, view in enumerate(views) if (each := dense_strides(view)) is not None}
     encoded = names.encoded()
-    digest = hashlib.blake2b(encoded, digest_size=16)
+    digest = hashlib.blake2b(encoded, digest_size=16, person=format.encode()[:16])
     digest.update(held.encoded())
     digest.update(repr(sorted(strides.items())).encode())
     return Structure(digest.hexdigest(), held, encoded, strides)
@@ -87,22 +89,31 @@ class Stager:
     """Places for the same boxes in one arena, made ready once; holds no tensor of the state between two copies."""
 
     def __init__(
-        self, views: Sequence[torch.Tensor], structure: Structure, rows: IntArray | None, arena: Arena
+        self, views: Sequence[torch.Tensor], structure: Structure, assigned: Assigned | None, arena: Arena
     ) -> None:
+        """Places for what is ``assigned``, for all boxes where that is not known yet."""
         held = structure.held
-        wanted = np.arange(len(held)) if rows is None else rows
-        offsets, self.nbytes = arrange(held.nbytes[wanted])
+        boxes = held if assigned is None else assigned.boxes
+        rows = np.arange(len(held)) if assigned is None else assigned.rows
+        offsets, self.nbytes = arrange(boxes.nbytes)
+        starts, is_part = boxes.offsets - held.offsets[rows], (boxes.sizes != held.sizes[rows]).any(axis=1)
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         self._rows: list[int] = []
+        self._cuts: list[tuple[slice, ...] | None] = []
         self._targets: list[torch.Tensor] = []
-        for row, offset in zip(wanted.tolist(), offsets.tolist(), strict=True):
-            source = views[row]
+        for number, (row, offset) in enumerate(zip(rows.tolist(), offsets.tolist(), strict=True)):
+            source, cut = views[row], None
+            if is_part[number]:
+                pairs = zip(starts[number].tolist(), boxes.sizes[number].tolist(), strict=True)
+                cut = tuple(slice(start, start + size) for start, size in pairs)[: source.ndim]
+                source = source.detach()[cut]
             if not source.numel():
                 continue
             kind = source.dtype if source.dtype in _COPIED else _BY_WIDTH[source.element_size()]
             flat = memory[offset : offset + source.numel() * source.element_size()].view(kind)
-            strides = structure.strides.get(row)
+            strides = structure.order_of(row, source.shape)
             self._rows.append(row)
+            self._cuts.append(cut)
             self._targets.append(flat.view(source.shape) if strides is None else flat.as_strided(source.shape, strides))
         self._before: dict[torch.device, Any] = {}
         self._events: list[Any] = []
@@ -118,11 +129,12 @@ class Stager:
         if not self._rows:
             return
         pairs: dict[torch.device | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for row, target in zip(self._rows, self._targets, strict=True):
-            targets, sources = pairs.setdefault(views[row].device if views[row].is_cuda else None, ([], []))
-            targets.append(target)
-            sources.append(views[row])
         with torch.no_grad():
+            for row, cut, target in zip(self._rows, self._cuts, self._targets, strict=True):
+                source = views[row] if cut is None else views[row][cut]
+                targets, sources = pairs.setdefault(source.device if source.is_cuda else None, ([], []))
+                targets.append(target)
+                sources.append(source)
             for device, (targets, sources) in pairs.items():
                 if device is not None:
                     self._start_on(device, targets, sources)

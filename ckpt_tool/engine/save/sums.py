@@ -15,7 +15,6 @@ from ckpt_tool.engine.save.columns import HeldState
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides
 from ckpt_tool.manifest.digest import crc32_of_zeros, folded_form
-from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
 
 __all__ = ["BoxPlace", "BoxSums", "are_cheap", "places_of"]
@@ -34,13 +33,13 @@ class BoxPlace:
     """Bytes of the tensor."""
 
 
-def places_of(held: HeldState, rows: IntArray) -> list[BoxPlace]:
-    """The places of some boxes; a Python step for each, made once for a structure."""
+def places_of(held: HeldState) -> list[BoxPlace]:
+    """The places of boxes; a Python step for each, made once for a structure."""
     shapes = held.names.shapes
     strides = [contiguous_strides(shape) for shape in shapes]
     bits = [kind.bits for kind in held.names.kinds]
     totals = [int(np.prod(shape, dtype=np.int64)) * width // 8 for shape, width in zip(shapes, bits, strict=True)]
-    columns = (held.tensor[rows].tolist(), held.offsets[rows].tolist(), held.sizes[rows].tolist())
+    columns = (held.tensor.tolist(), held.offsets.tolist(), held.sizes.tolist())
     found = []
     for tensor, offsets, sizes in zip(*columns, strict=True):
         ndim = len(shapes[tensor])

@@ -66,7 +66,7 @@ class Work:
             if not command.is_partial:
                 objects = [objects[row] for row in assigned.objects]
             keys = [structure.held.names.objects[row] for row in assigned.objects]
-            boxes = structure.staged(assigned.rows if command.is_partial else None, assigned.rows)
+            boxes = structure.staged(assigned, is_partial=command.is_partial)
             takes_digests = are_cheap(places) if command.digests is None else command.digests
             with self._operation("write", assigned.nbytes):
                 written = write_rank_files(
@@ -125,9 +125,9 @@ class Work:
         if found is None:
             rank = self._place.rank
             state = GlobalState({rank: assigned.held})
-            boxes = state.boxes({rank: (assigned.held, assigned.rows)})
+            boxes = state.boxes({rank: assigned.boxes})
             layout = joint_writer(self._command.format).lay_out_rank(state.tensors, boxes, rank, self._place.size)
-            found = self._layouts[key] = (layout, places_of(assigned.held, assigned.rows))
+            found = self._layouts[key] = (layout, places_of(assigned.boxes))
         return found
 
     @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ckpt_tool.engine.save.assignment import assign
 from ckpt_tool.engine.save.columns import HeldState, Names
+from ckpt_tool.engine.save.shares import shares_message, shares_of, told
 from ckpt_tool.errors import CoverageError, LayoutError
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.manifest.tables import TensorTable
 
 Boxes = list[tuple[int, KeyPath, KeyPath]]
 
@@ -34,6 +37,41 @@ def test_replicas_are_balanced() -> None:
     assert max(loads) <= 1.05 * sum(loads) / 4
     again = assign({rank: replicated(sizes) for rank in (3, 1, 0, 2)}, {}, 4)[1]
     assert all(again[rank].rows.tolist() == assigned[rank].rows.tolist() for rank in range(4))
+
+
+def cut_all(tensors: TensorTable) -> npt.NDArray[np.bool_]:
+    """Every box may be cut."""
+    return np.ones(len(tensors), dtype=np.bool_)
+
+
+def test_few_large_replicas_are_cut() -> None:
+    """Three tensors on four ranks: each writes three quarters of one, and what it is told says so on the way."""
+    shapes: list[tuple[int, ...]] = [(100, 1 << 10), (1 << 10, 100), (2, 51_200)]
+    held = state([(i, (0, 0), shape) for i, shape in enumerate(shapes)], shapes)
+    together, assigned = assign(dict.fromkeys(range(4), held), {}, 4, cut_all)
+    loads = [assigned[rank].nbytes for rank in range(4)]
+    assert sum(loads) == 307_200
+    assert max(loads) <= 1.05 * 307_200 / 4
+    shares = shares_of(shares_message(7, {rank: told(each) for rank, each in assigned.items()}, range(4)))
+    received = {rank: share.of(held) for rank, share in shares.items()}
+    assert all(received[rank].rows.tolist() == assigned[rank].rows.tolist() for rank in range(4))
+    together.check(together.boxes({rank: each.boxes for rank, each in received.items()}))
+    whole = assign(dict.fromkeys(range(4), held), {}, 4)[1]
+    assert sorted(whole[rank].nbytes for rank in range(4)) == [0, 102_400, 102_400, 102_400]
+
+
+@pytest.mark.parametrize("changing", [(0,), (2,), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
+def test_around_parts_that_are_written(changing: tuple[int, ...]) -> None:
+    """Ranks whose structure is new share what they had before among them, however it was cut; `assign` checks it."""
+    sizes = [300_000, 200_000, 100_000]
+    _, before = assign(dict.fromkeys(range(4), replicated(sizes)), {}, 4, cut_all)
+    kept = {rank: each for rank, each in before.items() if rank not in changing}
+    grown = replicated([*sizes, 40_000])
+    _, assigned = assign(dict.fromkeys(changing, grown), kept, 4, cut_all)
+    assert all(assigned[rank] is before[rank] for rank in kept)
+    assert sum(each.nbytes for each in assigned.values()) == 640_000
+    _, once_more = assign({1: replicated([*sizes, 40_000, 8])}, {r: assigned[r] for r in (0, 2, 3)}, 4, cut_all)
+    assert sum(each.nbytes for each in once_more.values()) == 640_008
 
 
 def test_shards_stay_where_they_are() -> None:
@@ -70,7 +108,7 @@ def test_ranks_may_name_different_tensors() -> None:
     together, assigned = assign({0: replicated([5]), 1: other}, {}, 2)
     assert together.tensors.fqns == ("t.0", "b", "a")
     assert assigned[1].rows.tolist() == [0, 1]
-    boxes = together.boxes({rank: (each.held, each.rows) for rank, each in assigned.items()})
+    boxes = together.boxes({rank: each.boxes for rank, each in assigned.items()})
     assert boxes.tensor.tolist() == [0, 1, 2]
     assert boxes.sizes.tolist() == [[5, 1], [3, 1], [2, 2]]
 

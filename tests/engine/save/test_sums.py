@@ -30,7 +30,7 @@ def test_any_cut_sums_up(cut: str, piece_nbytes: int) -> None:
     tensor = np.random.default_rng(3).integers(0, 1 << 16, SHAPE).astype("<u2")
     names = Names((("w",),), ("uint16",), (SHAPE,), ())
     held = HeldState.of(names, [0] * len(BOXES[cut]), BOXES[cut])
-    sums = BoxSums(len(held), places_of(held, np.arange(len(held))))
+    sums = BoxSums(len(held), places_of(held))
     for row, (offsets, sizes) in enumerate(BOXES[cut]):
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         packed = tensor[box].tobytes()
@@ -48,5 +48,5 @@ def test_short_runs_are_told(width: int, expected: bool) -> None:
     names = Names((("w",),), ("float32",), ((20_000, width),), ())
     half = HeldState.of(names, [0], [((0, 0), (20_000, width // 2))])
     whole = HeldState.of(names, [0], [((0, 0), (20_000, width))])
-    assert are_cheap(places_of(half, np.arange(1))) is expected
-    assert are_cheap(places_of(whole, np.arange(1)))
+    assert are_cheap(places_of(half)) is expected
+    assert are_cheap(places_of(whole))
