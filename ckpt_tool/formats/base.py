@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from ckpt_tool.formats._options import WriterOptions
 from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, FileRange, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, IntArray, TensorTable
+from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
+from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing, Store
 
@@ -144,8 +144,8 @@ class BoxTable:
 
     def nbytes(self, tensors: TensorTable) -> IntArray:
         """int64[n]: bytes of each box, packed; ``tensor`` is a row of ``tensors``."""
-        nbytes: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64) * tensors.bits[self.tensor] // 8
-        return nbytes
+        bits: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64) * tensors.bits[self.tensor]
+        return (bits + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,35 @@ class WriteRequest:
     mesh_sizes: tuple[int, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     options: WriterOptions = WriterOptions()
+
+    def manifest(
+        self,
+        name: str,
+        entries: Iterable[FileEntry],
+        *,
+        file: npt.ArrayLike,
+        offset: npt.ArrayLike,
+        blobs: tuple[Blob, ...] = (),
+        mesh: MeshInfo | None = None,
+        notes: Iterable[str] = (),
+    ) -> Manifest:
+        """What a target of the format ``name`` holds whose files have each box packed, as one run of bytes.
+
+        ``file`` is int[n_boxes], the row of each box's file in ``entries``; ``offset`` int[n_boxes], its first byte
+        there. ``blobs`` are the objects that the target carries.
+        """
+        boxes = self.boxes
+        chunks = ChunkTable.from_columns(
+            tensor=boxes.tensor,
+            offsets=boxes.offsets,
+            sizes=boxes.sizes,
+            file=file,
+            offset=offset,
+            length=boxes.nbytes(self.tensors),
+            rank=boxes.rank,
+        )
+        files = FileTable(tuple(entries))
+        return Manifest(name, "", self.tensors, chunks, files, blobs, mesh, dict(self.info), tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)

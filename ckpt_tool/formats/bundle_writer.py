@@ -50,32 +50,16 @@ class VeScaleWriter:
         """
         parts = [_laid_out(request, part) for part in _parts(request)]
         boxes = request.boxes
-        file, offset, length = (np.zeros(len(boxes), dtype=np.int64) for _ in range(3))
+        file, offset = (np.zeros(len(boxes), dtype=np.int64) for _ in range(2))
         entries: list[FileEntry] = []
         for part, layout in parts:
             chunks = layout.manifest.chunks
             file[part.rows] = chunks.file + len(entries)
-            offset[part.rows], length[part.rows] = chunks.offset, chunks.length
+            offset[part.rows] = chunks.offset
             entries += [FileEntry(f"{part.folder}/{one.path}", one.nbytes) for one in layout.manifest.files]
         written = {blob.fqn for part, _ in parts for blob in part.replaced}
         lost = [blob.fqn for blob in request.blobs if blob.fqn not in written]
-        manifest = Manifest(
-            self.name,
-            "",
-            request.tensors,
-            ChunkTable.from_columns(
-                tensor=boxes.tensor,
-                offsets=boxes.offsets,
-                sizes=boxes.sizes,
-                file=file,
-                offset=offset,
-                length=length,
-                rank=boxes.rank,
-            ),
-            FileTable(tuple(entries)),
-            info=dict(request.info),
-            notes=_notes(lost),
-        )
+        manifest = request.manifest(self.name, entries, file=file, offset=offset, notes=_notes(lost))
 
         def segments() -> Iterator[Segment]:
             return (_below(part.folder, one) for part, layout in reversed(parts) for one in layout.segments)

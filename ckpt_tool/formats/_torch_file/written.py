@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,14 @@ class Storage:
     def of_row(cls, row: int, nbytes: int) -> Storage:
         """A storage that one row fills; an empty one has the row -1."""
         return cls(nbytes, (row,), (0,), (nbytes,)) if row >= 0 else cls(nbytes)
+
+    @classmethod
+    def joined(cls, nbytes: int, parts: Sequence[Storage]) -> Storage:
+        """A storage of ``nbytes`` with what fills others, whose starts are counted from its own first byte."""
+        rows, starts, lengths = (
+            tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in ("rows", "starts", "lengths")
+        )
+        return cls(nbytes, rows, starts, lengths)
 
     def crc32(self, crc32s: Sequence[int]) -> int:
         """The CRC-32 of its bytes, given that of each row of the request."""

@@ -15,6 +15,7 @@ from ckpt_tool.formats._dcp.written_items import object_item
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.bytecheckpoint.keys import Key, key_of, rank_of, with_names
 from ckpt_tool.formats.bytecheckpoint.location import SECTIONS, TRACKER
@@ -25,7 +26,7 @@ from ckpt_tool.formats.joint import Entry, Joined, PlainEntries, RankLayOut
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS as MANIFEST_SECTIONS
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "ByteCheckpointWriter"]
@@ -66,42 +67,18 @@ class ByteCheckpointWriter(PlainEntries):
         prefix = f"global_step_{step}/" if type(step) is int else ""
         plan = _Plan(request, prefix)
         segments = [segment for name in SECTIONS for segment in _section(plan, name)]
-        extra = _extra_files(plan)
-        for file in extra:
-            segments += [*file.heads(), *file.tail_without_checksums()]
+        extra = WrittenFiles(_extra_files(plan))
+        segments += extra.segments()
         commit_path = next(f"{prefix}{name}/{METADATA_NAME}" for name in SECTIONS if plan.has_metadata(name))
         if prefix:
             commit_path = TRACKER
             plan.entries.append(FileEntry(TRACKER, len(str(step))))
             segments.append(Segment(TRACKER, 0, str(step).encode()))
-        boxes = request.boxes
-        volume = np.prod(boxes.sizes, axis=1, dtype=np.int64)
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=plan.file,
-            offset=plan.offset,
-            length=volume * request.tensors.bits[boxes.tensor] // 8,
-            rank=boxes.rank,
+        manifest = request.manifest(
+            self.name, plan.entries, file=plan.file, offset=plan.offset, blobs=request.blobs, notes=plan.notes
         )
-        manifest = Manifest(
-            self.name,
-            "",
-            request.tensors,
-            chunks,
-            FileTable(tuple(plan.entries)),
-            blobs=request.blobs,
-            info=dict(request.info),
-            notes=tuple(plan.notes),
-        )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            listed = crc32s.tolist()
-            return (segment for file in extra for segment in file.tail(listed))
-
-        has_payload = any(storage.rows for file in extra for storage in file.storages)
-        return LayOut(manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if extra else None)
+        has_payload = any(storage.rows for file in extra.files for storage in file.storages)
+        return LayOut(manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=extra.seal)
 
     def may_cut(self, tensors: TensorTable) -> npt.NDArray[np.bool_]:
         """Of the model's and the optimizer's, which ``.metadata`` lists; extra state is whole."""

@@ -8,18 +8,17 @@ Llama 3 does. Llama 2 cuts its columns: a rules file says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._torch_file.written import WrittenFile, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.consolidated.sizes import dims_of
-from ckpt_tool.manifest.model import FileEntry, Manifest, MeshInfo
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.model import FileEntry, MeshInfo
+from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "ConsolidatedWriter"]
@@ -44,9 +43,7 @@ class ConsolidatedWriter:
         _check(request)
         tensors, boxes = request.tensors, request.boxes
         table = _rows(request)
-        file = np.zeros(len(boxes), dtype=np.int32)
-        offset = np.zeros(len(boxes), dtype=np.int64)
-        files: list[WrittenFile] = []
+        written: list[WrittenFile] = []
         for rank, rows in enumerate(table):
             sizes = [boxes.sizes[row, : tensors.ndim[number]].tolist() for number, row in enumerate(rows.tolist())]
             parts = [
@@ -55,44 +52,23 @@ class ConsolidatedWriter:
             ]
             value = dict(zip(tensors.fqns, parts, strict=True))
             nbytes = [kind.nbytes(prod(one)) for kind, one in zip(tensors.dtypes, sizes, strict=True)]
-            files.append(WrittenFile.of(f"consolidated.{rank:02d}.pth", value, nbytes, rows.tolist()))
-            file[rows] = rank
-            placed, starts = files[-1].placed_rows()
-            offset[placed] = starts
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=file,
-            offset=offset,
-            length=boxes.nbytes(tensors),
-            rank=boxes.rank,
-        )
+            written.append(WrittenFile.of(f"consolidated.{rank:02d}.pth", value, nbytes, rows.tolist()))
+        files = WrittenFiles(written)
+        file, offset = files.places(len(boxes))
         params = request.info.get("params")
         text = (json.dumps(params, indent=2) + "\n").encode() if params else b""
-        entries = [FileEntry(one.path, one.zip.nbytes) for one in files]
-        manifest = Manifest(
+        n_files = len(written)
+        note = f"no {_PARAMS}, for the source does not hold it: put the model's own beside the files"
+        manifest = request.manifest(
             self.name,
-            "",
-            tensors,
-            chunks,
-            FileTable((*entries, FileEntry(_PARAMS, len(text))) if text else tuple(entries)),
-            mesh=MeshInfo(("tp",), (len(files),), f"{len(files)} files consolidated.NN.pth")
-            if len(files) > 1
-            else None,
-            info=dict(request.info),
-            notes=()
-            if text
-            else (f"no {_PARAMS}, for the source does not hold it: put the model's own beside the files",),
+            [*files.entries(), *([FileEntry(_PARAMS, len(text))] if text else [])],
+            file=file,
+            offset=offset,
+            mesh=MeshInfo(("tp",), (n_files,), f"{n_files} files consolidated.NN.pth") if n_files > 1 else None,
+            notes=[] if text else [note],
         )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            listed = crc32s.tolist()
-            return (segment for one in files for segment in one.tail(listed))
-
-        segments = [segment for one in files for segment in (*one.heads(), *one.tail_without_checksums())]
-        segments += [Segment(_PARAMS, 0, text)] if text else []
-        return LayOut(manifest, tuple(segments), files[0].path, needs_crc32=True, seal=seal)
+        segments = [*files.segments(), *([Segment(_PARAMS, 0, text)] if text else [])]
+        return LayOut(manifest, tuple(segments), written[0].path, needs_crc32=True, seal=files.seal)
 
 
 def _check(request: WriteRequest) -> None:

@@ -7,14 +7,14 @@ too. Only what has no hyperparameters, which elastic runs do not save, stays ela
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._torch_file.written import check_dtypes
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.autoep import check_not_packed
 from ckpt_tool.formats.deepspeed.names import LATEST
@@ -26,7 +26,7 @@ from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
 from ckpt_tool.manifest.subset import only_tensors
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.manifest.tables import TensorTable
 
 __all__ = ["WRITER", "DeepSpeedWriter"]
 
@@ -129,44 +129,22 @@ class DeepSpeedWriter:
         tag = str(request.info.get("tag") or f"global_step{step_of(parts.state, request.info) or 0}")
         if tag.endswith("_universal"):
             tag = tag.removesuffix("_universal")
-        files = list(TargetFiles(parts, request, f"{tag}/").files())
-        n = len(request.boxes)
-        file, offset = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-        for number, one in enumerate(files):
-            rows, starts = one.placed_rows()
-            file[rows], offset[rows] = number, starts
+        files = WrittenFiles(TargetFiles(parts, request, f"{tag}/").files())
+        file, offset = files.places(len(request.boxes))
         homeless = np.flatnonzero(offset < 0)
         if len(homeless):
             fqn = request.tensors.fqns[int(request.boxes.tensor[homeless[0]])]
             raise LayoutError(f"{len(homeless):,} boxes are in no file of the target", where=fqn)
-        volume = np.prod(request.boxes.sizes, axis=1, dtype=np.int64)
-        entries = [FileEntry(one.path, one.zip.nbytes) for one in files]
-        manifest = Manifest(
+        manifest = request.manifest(
             self.name,
-            "",
-            request.tensors,
-            ChunkTable.from_columns(
-                tensor=request.boxes.tensor,
-                offsets=request.boxes.offsets,
-                sizes=request.boxes.sizes,
-                file=file,
-                offset=offset,
-                length=volume * request.tensors.bits[request.boxes.tensor] // 8,
-                rank=request.boxes.rank,
-            ),
-            FileTable((*entries, FileEntry(LATEST, len(tag)))),
+            [*files.entries(), FileEntry(LATEST, len(tag))],
+            file=file,
+            offset=offset,
             blobs=request.blobs,
-            info=dict(request.info),
-            notes=tuple(parts.notes()),
+            notes=parts.notes(),
         )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            listed = crc32s.tolist()
-            return (segment for one in files for segment in one.tail(listed))
-
-        segments = [segment for one in files for segment in (*one.heads(), *one.tail_without_checksums())]
-        segments.append(Segment(LATEST, 0, tag.encode()))
-        return LayOut(manifest, tuple(segments), LATEST, needs_crc32=True, seal=seal)
+        segments = (*files.segments(), Segment(LATEST, 0, tag.encode()))
+        return LayOut(manifest, segments, LATEST, needs_crc32=True, seal=files.seal)
 
 
 def _check_joined(source: Manifest) -> None:

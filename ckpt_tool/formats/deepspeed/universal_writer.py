@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.nodes import OrderedMap
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.deepspeed.autoep import check_not_packed
@@ -37,7 +37,7 @@ from ckpt_tool.formats.deepspeed.target_repeats import own_masters, second_names
 from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.subset import only_tensors
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["WRITER", "UniversalWriter"]
 
@@ -86,42 +86,18 @@ class UniversalWriter:
         rows = whole_rows(request, "a universal checkpoint")
         found = TargetState.of(request.tensors, request.blobs, request.info)
         tag = f"global_step{step_of(found, request.info) or 0}_universal"
-        files = list(_files(request, found, rows, f"{tag}/"))
-        by_tensor: dict[int, tuple[int, int]] = {}
-        for number, file in enumerate(files):
-            by_tensor |= {row: (number, offset) for row, offset in file.places()}
+        files = WrittenFiles(_files(request, found, rows, f"{tag}/"))
+        file, offset = files.places(len(request.boxes))
         known = _known_files(request, found, f"{tag}/")
-        placed = [by_tensor[row] for row in range(len(request.boxes))]
-        chunks = ChunkTable.from_columns(
-            tensor=request.boxes.tensor,
-            offsets=request.boxes.offsets,
-            sizes=request.boxes.sizes,
-            file=np.array([number for number, _ in placed], dtype=np.int64),
-            offset=np.array([offset for _, offset in placed], dtype=np.int64),
-            length=request.tensors.nbytes[request.boxes.tensor],
-        )
-        entries = [FileEntry(file.path, file.zip.nbytes) for file in files]
+        entries = files.entries()
         entries += [FileEntry(path, sum(len(s.data) for s in segments)) for path, segments in known.items()]
         entries.append(FileEntry(LATEST_UNIVERSAL, len(tag)))
-        manifest = Manifest(
-            self.name,
-            "",
-            request.tensors,
-            chunks,
-            FileTable(tuple(entries)),
-            blobs=request.blobs,
-            info=dict(request.info),
-            notes=("stage 3 loads one step and one set of hyperparameters for all parameters",),
-        )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            values = crc32s.tolist()
-            return (segment for file in files for segment in file.tail(values))
-
-        segments = [segment for file in files for segment in (*file.heads(), *file.tail_without_checksums())]
+        note = "stage 3 loads one step and one set of hyperparameters for all parameters"
+        manifest = request.manifest(self.name, entries, file=file, offset=offset, blobs=request.blobs, notes=[note])
+        segments = files.segments()
         segments += [segment for own in known.values() for segment in own]
         segments.append(Segment(LATEST_UNIVERSAL, 0, tag.encode()))
-        return LayOut(manifest, tuple(segments), LATEST_UNIVERSAL, needs_crc32=True, seal=seal)
+        return LayOut(manifest, tuple(segments), LATEST_UNIVERSAL, needs_crc32=True, seal=files.seal)
 
 
 def _files(request: WriteRequest, found: TargetState, rows: IntArray, folder: str) -> Iterator[WrittenFile]:

@@ -19,8 +19,7 @@ from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.gguf.header import MAGIC
 from ckpt_tool.formats.gguf.types import ggml_number
-from ckpt_tool.manifest.model import FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.manifest.model import FileEntry
 
 __all__ = ["WRITER", "GgufWriter"]
 
@@ -60,16 +59,13 @@ class GgufWriter:
         head = MAGIC + struct.pack("<IQQ", _VERSION, len(tensors), len(pairs))
         head += b"".join(_text(key) + _value(key, value) for key, value in pairs.items()) + entries
         start = -(-len(head) // _ALIGNMENT) * _ALIGNMENT
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
+        manifest = request.manifest(
+            self.name,
+            [FileEntry(path, start + end)],
             file=np.zeros(len(boxes), dtype=np.int32),
             offset=start + np.array(places, dtype=np.int64)[boxes.tensor],
-            length=tensors.nbytes[boxes.tensor],
+            blobs=request.blobs,
         )
-        files = FileTable((FileEntry(path, start + end),))
-        manifest = Manifest(self.name, "", tensors, chunks, files, blobs=request.blobs, info=dict(request.info))
         return LayOut(manifest, (Segment(path, 0, head),), None)
 
 

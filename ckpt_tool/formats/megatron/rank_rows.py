@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.errors import LayoutError, Unsupported
-from ckpt_tool.formats._torch_file.pieced import PiecedStorage, StoragePiece
+from ckpt_tool.formats._torch_file.written import Storage
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.formats.megatron.rank_target import SLOTS, Flat, Held, RankTarget, rank_targets
 from ckpt_tool.formats.megatron.target_common import COMMON_STEP, is_common, is_distributed
@@ -34,7 +34,7 @@ class Buffer:
     weights: str
     """Element type of the weights."""
     numel: int
-    slots: Mapping[str, PiecedStorage]
+    slots: Mapping[str, Storage]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ParameterState:
     """What an optimizer that is not the distributed one has of one parameter."""
 
     held: Held
-    slots: Mapping[str, tuple[int, PiecedStorage]]
+    slots: Mapping[str, tuple[int, Storage]]
     """Row of the request's tensors and storage, by slot; ``step`` where it is a tensor."""
 
 
@@ -51,16 +51,16 @@ class Rank:
     """One rank's storages."""
 
     target: RankTarget
-    chunks: list[list[tuple[Held, PiecedStorage]]] = field(default_factory=list)
+    chunks: list[list[tuple[Held, Storage]]] = field(default_factory=list)
     optimizers: list[list[Buffer] | None] = field(default_factory=list)
     """Of the dense optimizer and the experts', or of one for both; None for what another rank has."""
     states: list[ParameterState] = field(default_factory=list)
     """Without the distributed optimizer, by parameter in the order of registration."""
-    common: dict[int, PiecedStorage] = field(default_factory=dict)
+    common: dict[int, Storage] = field(default_factory=dict)
     """Tensors of the common state, by row of the request."""
-    extras: dict[str, tuple[int, PiecedStorage]] = field(default_factory=dict)
+    extras: dict[str, tuple[int, Storage]] = field(default_factory=dict)
     """Row and storage of modules' extra states that are tensors, by key."""
-    random: list[PiecedStorage] = field(default_factory=list)
+    random: list[Storage] = field(default_factory=list)
     """Tensors of the rank's random state, in order."""
     random_number: int | None = None
     """Which rank of the source's per-rank files has that state."""
@@ -129,24 +129,24 @@ class RankRows:
             np.array([rank for _, _, rank in self.columns], dtype=np.int32),
         )
 
-    def _whole(self, row: int, rank: int) -> PiecedStorage:
+    def _whole(self, row: int, rank: int) -> Storage:
         """A storage that a whole tensor fills."""
         nbytes = int(self.tensors.nbytes[row])
         self.columns.append((row, Box.whole(self.tensors.shape_of(row)), rank))
-        return PiecedStorage(nbytes, (StoragePiece(len(self.columns) - 1, 0, nbytes),))
+        return Storage.of_row(len(self.columns) - 1, nbytes)
 
-    def _of_weight(self, slot: str, held: Held, rank: int, start: int = 0) -> PiecedStorage:
+    def _of_weight(self, slot: str, held: Held, rank: int, start: int = 0) -> Storage:
         """The storage of a weight, or of a slot of its state, from the byte of element ``start`` on."""
         row = self.index.get(("optimizer", "state", slot, held.key) if slot else ("model", held.key))
         if row is None:
             raise LayoutError(f"has no {slot} in the optimizer's state", where=held.key)
         itemsize = self.tensors.dtypes[row].bits // 8
-        pieces, offset = [], start * itemsize
+        rows, starts, end = range(len(self.columns), len(self.columns) + len(held.boxes)), [], start * itemsize
         for box in held.boxes:
-            pieces.append(StoragePiece(len(self.columns), offset, box.volume * itemsize))
+            starts.append(end)
             self.columns.append((row, box, rank))
-            offset += box.volume * itemsize
-        return PiecedStorage(offset, tuple(pieces))
+            end += box.volume * itemsize
+        return Storage(end, tuple(rows), tuple(starts), tuple(box.volume * itemsize for box in held.boxes))
 
     def _buffers(self, flats: Sequence[Flat], rank: int) -> list[Buffer]:
         """State of one optimizer."""
@@ -161,19 +161,18 @@ class RankRows:
             slots = {}
             for slot in SLOTS:
                 own = [self._of_weight(slot, held, rank, start) for held, start in flat.parts]
-                pieces = tuple(piece for storage in own for piece in storage.pieces)
                 row = self.index["optimizer", "state", slot, flat.parts[0][0].key]
                 if self.tensors.dtypes[row].name != "float32":
                     raise Unsupported(
                         f"is {self.tensors.dtypes[row].name}, expected float32", where=self.tensors.fqns[row]
                     )
-                slots[slot] = PiecedStorage(flat.numel * 4, pieces)
+                slots[slot] = Storage.joined(flat.numel * 4, own)
             found.append(Buffer(flat.chunk, kinds.pop(), flat.numel, slots))
         return found
 
     def _state(self, held: Held, steps: Sequence[int], rank: int) -> ParameterState:
         """State of one parameter."""
-        slots: dict[str, tuple[int, PiecedStorage]] = {}
+        slots: dict[str, tuple[int, Storage]] = {}
         for slot in self._slots:
             row = self.index.get(("optimizer", "state", slot, held.key))
             if row is not None:

@@ -11,16 +11,13 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.formats._pickle.nodes import OrderedMap, Stub
 from ckpt_tool.formats._pickle.rekey import with_storages
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._pickle.walk import storages
-from ckpt_tool.formats._torch_file.pieced import PiecedFile, PiecedStorage
-from ckpt_tool.formats._torch_file.written import check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written import Storage, WrittenFile, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest, WriterOptions
 from ckpt_tool.formats.megatron.fresh_rng import fresh_random_states
 from ckpt_tool.formats.megatron.location import TRACKER
@@ -50,7 +47,7 @@ from ckpt_tool.formats.megatron.target_random import (
 )
 from ckpt_tool.formats.megatron.target_whole_state import with_states
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
 
 __all__ = ["WRITER", "MegatronLegacyWriter"]
@@ -142,34 +139,22 @@ class MegatronLegacyWriter:
         common = target_common(request, grid, has_rng=random.are_there, iteration=iteration or 0)
         objects = {str(b.path[1]): b for b in request.blobs if len(b.path) == 2 and b.path[0] == "model"}
         layout = _Layout(folder, grid, request, _legacy_root(common.root), common.rows, objects, random)
-        files = [file for rank in rows.ranks for file in layout.files(rank)]
-        file_column, offset = (np.zeros(len(request.boxes), dtype=np.int64) for _ in range(2))
-        for number, file in enumerate(files):
-            for row, start in file.places():
-                file_column[row], offset[row] = number, start
-        volume = np.prod(request.boxes.sizes, axis=1, dtype=np.int64)
-        chunks = ChunkTable.from_columns(
-            tensor=request.boxes.tensor, offsets=request.boxes.offsets, sizes=request.boxes.sizes, file=file_column,
-            offset=offset, length=volume * request.tensors.bits[request.boxes.tensor] // 8, rank=request.boxes.rank,
-        )  # fmt: skip
+        files = WrittenFiles(file for rank in rows.ranks for file in layout.files(rank))
+        file, offset = files.places(len(request.boxes))
         tracker = ("release" if folder == "release" else str(iteration)).encode()
-        entries = (*(FileEntry(file.path, file.zip.nbytes) for file in files), FileEntry(TRACKER, len(tracker)))
         is_silent = random.are_there or folder == "release"
         note = (
             "" if is_silent else "no random states are written: load with --no-load-rng, or write them with --rng emit"
         )
-        manifest = Manifest(
-            self.name, "", request.tensors, chunks, FileTable(entries), info=dict(request.info),
+        manifest = request.manifest(
+            self.name,
+            [*files.entries(), FileEntry(TRACKER, len(tracker))],
+            file=file,
+            offset=offset,
             notes=(*common.notes, *filter(None, [note])),
-        )  # fmt: skip
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            listed = crc32s.tolist()
-            return (segment for file in files for segment in file.tail(listed))
-
-        segments = [segment for file in files for segment in (*file.heads(), *file.tail_without_checksums())]
-        segments.append(Segment(TRACKER, 0, tracker))
-        return LayOut(manifest, tuple(segments), TRACKER, needs_crc32=True, seal=seal)
+        )
+        segments = (*files.segments(), Segment(TRACKER, 0, tracker))
+        return LayOut(manifest, segments, TRACKER, needs_crc32=True, seal=files.seal)
 
 
 WRITER = MegatronLegacyWriter()
@@ -224,14 +209,14 @@ class _RandomStates:
         """Whether there are any."""
         return self.is_fresh or bool(self.saved.values or self.objects)
 
-    def of(self, rank: Rank, grid: TargetGrid, args: Stub, held: list[PiecedStorage]) -> Any:
+    def of(self, rank: Rank, grid: TargetGrid, args: Stub, held: list[Storage]) -> Any:
         """A rank's state, whose storages are appended to ``held``; None without one."""
         target = rank.target
         if self.is_fresh:
             value, payloads = fresh_random_states(
                 args, grid, target.stage, target.tensor_rank, target.expert_rank, first_key=len(held)
             )
-            held += [PiecedStorage(len(payload), data=payload) for payload in payloads]
+            held += [Storage(len(payload), data=payload) for payload in payloads]
             return value
         if rank.random_number is not None:
             return _taken_over(self.saved.value(rank.random_number), enumerate(rank.random), held)
@@ -253,11 +238,11 @@ class _Layout:
     """Modules' extra states, by key."""
     random: _RandomStates
 
-    def files(self, rank: Rank) -> Iterator[PiecedFile]:
+    def files(self, rank: Rank) -> Iterator[WrittenFile]:
         """A rank's files."""
         target, grid, tensors = rank.target, self.grid, self.request.tensors
         name = rank_folder(target.tensor_rank, target.stage, target.expert_rank, pp=grid.pp, ep=grid.ep)
-        held: list[PiecedStorage] = []
+        held: list[Storage] = []
         models: dict[str, Any] = {}
         dtypes = {str(path[1]): row for row, path in enumerate(tensors.paths or ()) if path[0] == "model"}
         for number, chunk in enumerate(rank.chunks):
@@ -278,11 +263,11 @@ class _Layout:
         if state is not None:
             rest["rng_state"] = state
         place = f"{self.folder}/{name}"
-        yield PiecedFile.of(f"{place}/{MODEL_FILE}", {**first, **models, **rest}, held)
+        yield WrittenFile.packed(f"{place}/{MODEL_FILE}", {**first, **models, **rest}, held)
         if any(optimizer is not None for optimizer in rank.optimizers):
             yield _optimizer_file(f"{place}/{OPTIMIZER_FILE}", rank.optimizers, self.root)
 
-    def _extra_states(self, one: Held, rank: Rank, held: list[PiecedStorage]) -> Iterator[tuple[str, Any]]:
+    def _extra_states(self, one: Held, rank: Rank, held: list[Storage]) -> Iterator[tuple[str, Any]]:
         """The extra state of the module whose weight this is, where there is one."""
         if one.key == "output_layer.weight":
             yield "output_layer._extra_state", None
@@ -300,15 +285,15 @@ class _Layout:
             yield name, _of_object(self.objects[key], self.request.blob_bytes, held)
 
 
-def _of_object(blob: Blob, original: Mapping[str, bytes], held: list[PiecedStorage]) -> Any:
+def _of_object(blob: Blob, original: Mapping[str, bytes], held: list[Storage]) -> Any:
     """An object's value for a rank's file; payload of its tensors, from its own bytes, is appended to ``held``."""
     if not storages(blob.value):
         return blob.value
     payloads = object_payloads(original[blob.fqn], blob.value, blob.fqn)
-    return _taken_over(blob.value, [(key, PiecedStorage(len(data), data=data)) for key, data in payloads], held)
+    return _taken_over(blob.value, [(key, Storage(len(data), data=data)) for key, data in payloads], held)
 
 
-def _taken_over(value: Any, own: Iterable[tuple[int | str, PiecedStorage]], held: list[PiecedStorage]) -> Any:
+def _taken_over(value: Any, own: Iterable[tuple[int | str, Storage]], held: list[Storage]) -> Any:
     """A value whose storages, by their keys in it, are appended to ``held``."""
     keys: dict[str, str] = {}
     for key, storage in own:
@@ -317,8 +302,8 @@ def _taken_over(value: Any, own: Iterable[tuple[int | str, PiecedStorage]], held
     return with_storages(value, keys)
 
 
-def _optimizer_file(path: str, optimizers: Sequence[list[Buffer] | None], root: Mapping[str, Any]) -> PiecedFile:
-    held: list[PiecedStorage] = []
+def _optimizer_file(path: str, optimizers: Sequence[list[Buffer] | None], root: Mapping[str, Any]) -> WrittenFile:
+    held: list[Storage] = []
     values: list[Any] = []
     is_wide = root["args"].attribute("accumulate_allreduce_grads_in_fp32") is not False
     for buffers in optimizers:
@@ -334,4 +319,4 @@ def _optimizer_file(path: str, optimizers: Sequence[list[Buffer] | None], root: 
             gradients = dtype("float32") if is_wide else dtype(buffer.weights)
             value[number] = {(dtype(buffer.weights), gradients): {**slots, "numel_unpadded": buffer.numel}}
         values.append(value)
-    return PiecedFile.of(path, values if len(values) > 1 else values[0], held)
+    return WrittenFile.packed(path, values if len(values) > 1 else values[0], held)

@@ -10,8 +10,7 @@ from typing import Any
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.formats._torch_file.pieced import PiecedStorage
-from ckpt_tool.formats._torch_file.written import fresh_tensor
+from ckpt_tool.formats._torch_file.written import Storage, fresh_tensor
 from ckpt_tool.formats.megatron.parameter_groups import in_group, inner_optimizer, own_groups
 from ckpt_tool.formats.megatron.rank_rows import ParameterState
 from ckpt_tool.formats.megatron.target_common import COMMON_STEP
@@ -23,7 +22,7 @@ _MASTER = "param"
 
 
 def with_states(
-    entry: Any, states: Sequence[ParameterState], tensors: TensorTable, held: list[PiecedStorage], *, is_apart: bool
+    entry: Any, states: Sequence[ParameterState], tensors: TensorTable, held: list[Storage], *, is_apart: bool
 ) -> Any:
     """The entry with the state of a rank's parameters; their storages are appended to ``held``.
 
@@ -49,7 +48,7 @@ def _with_states(
     part: dict[str, Any],
     states: Sequence[ParameterState],
     tensors: TensorTable,
-    held: list[PiecedStorage],
+    held: list[Storage],
     *,
     is_apart: bool,
 ) -> dict[str, Any]:

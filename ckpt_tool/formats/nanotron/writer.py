@@ -20,8 +20,7 @@ from ckpt_tool.formats._safetensors.header import build_header
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.nanotron.location import METADATA, ONE_RANK, model_file
-from ckpt_tool.manifest.model import FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.manifest.model import FileEntry
 
 __all__ = ["WRITER", "NanotronWriter"]
 
@@ -61,19 +60,16 @@ class NanotronWriter:
             entries.append(FileEntry(path, header.data_start + header.payload_nbytes))
             segments.append(Segment(path, 0, data))
         text = (json.dumps(_metadata(request.info), indent=2, sort_keys=True) + "\n").encode()
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=boxes.tensor,
-            offset=np.array(starts, dtype=np.int64)[boxes.tensor],
-            length=tensors.nbytes[boxes.tensor],
-        )
-        files = FileTable((*entries, FileEntry(METADATA, len(text))))
         note = (
             "weights alone: nanotron starts from them with model.init_method.path, beside the model's own config.yaml"
         )
-        manifest = Manifest(self.name, "", tensors, chunks, files, info=dict(request.info), notes=(note,))
+        manifest = request.manifest(
+            self.name,
+            [*entries, FileEntry(METADATA, len(text))],
+            file=boxes.tensor,
+            offset=np.array(starts, dtype=np.int64)[boxes.tensor],
+            notes=[note],
+        )
         return LayOut(manifest, (*segments, Segment(METADATA, 0, text)), METADATA)
 
 

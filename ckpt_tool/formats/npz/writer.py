@@ -13,8 +13,8 @@ from ckpt_tool.formats._npy import npy_header
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats._zip.layout import Member, ZipLayout
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
-from ckpt_tool.manifest.model import FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.manifest.model import FileEntry
+from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "NpzWriter"]
@@ -59,21 +59,11 @@ class NpzWriter:
         zipped = ZipLayout(members)
         starts = [at + len(header) for at, header in zip(zipped.payload_offsets, headers, strict=True)]
         boxes = request.boxes
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
+        manifest = request.manifest(
+            self.name,
+            [FileEntry(path, zipped.nbytes)],
             file=np.zeros(len(boxes), dtype=np.int32),
             offset=np.array(starts, dtype=np.int64)[boxes.tensor],
-            length=tensors.nbytes[boxes.tensor],
-        )
-        manifest = Manifest(
-            self.name,
-            "",
-            tensors,
-            chunks,
-            FileTable((FileEntry(path, zipped.nbytes),)),
-            info=dict(request.info),
             notes=_notes(tensors),
         )
         filled = [row for row, length in enumerate(nbytes) if length]

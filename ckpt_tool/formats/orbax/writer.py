@@ -18,8 +18,8 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.orbax.arrays import zarr2_name
 from ckpt_tool.formats.orbax.leaves import NewLeaf, leaves_of, tree_document
-from ckpt_tool.manifest.model import FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.model import FileEntry
+from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "OrbaxWriter"]
@@ -66,25 +66,8 @@ class OrbaxWriter:
             if document:
                 plan.add_file(path, json.dumps(document, separators=(",", ":")).encode())
         plan.add_file(_COMMIT, b"Checkpoint commit was successful.")
-        boxes = request.boxes
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=plan.file,
-            offset=np.zeros(len(boxes), dtype=np.int64),
-            length=boxes.nbytes(request.tensors),
-            rank=boxes.rank,
-        )
-        manifest = Manifest(
-            self.name,
-            "",
-            request.tensors,
-            chunks,
-            FileTable(tuple(plan.entries)),
-            blobs=request.blobs,
-            info=dict(request.info),
-            notes=notes,
+        manifest = request.manifest(
+            self.name, plan.entries, file=plan.file, offset=np.zeros_like(plan.file), blobs=request.blobs, notes=notes
         )
         return LayOut(manifest, tuple(plan.segments), _COMMIT)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._torch_file.entries import entries_of
@@ -18,10 +16,11 @@ from ckpt_tool.formats._torch_file.written import (
     fresh_tensor,
     weights_only_notes,
 )
-from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
+from ckpt_tool.formats.base import LayOut, WriteRequest
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, describe_layout
-from ckpt_tool.manifest.model import FileEntry, KeyPath, Manifest, MeshInfo
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.model import KeyPath, MeshInfo
+from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["WRITER", "TorchRanksWriter"]
 
@@ -52,46 +51,26 @@ class TorchRanksWriter:
         stem = (request.options.file_name or _STEM).removesuffix(".pt")
         if "/" in stem:
             raise UsageError(f"{stem!r} is no file name", hint="name it like checkpoint.pt")
-        n = len(request.boxes)
-        offset = np.zeros(n, dtype=np.int64)
-        files: list[WrittenFile] = []
-        for rank, rows in enumerate(by_rank):
-            path = f"{stem}_world_size_{request.world_size}_rank_{rank}.pt"
-            file = _file(request, path, rank, rows)
-            files.append(file)
-            for row, start in file.places():
-                offset[row] = start
-        volume = np.prod(request.boxes.sizes, axis=1, dtype=np.int64)
-        chunks = ChunkTable.from_columns(
-            tensor=request.boxes.tensor,
-            offsets=request.boxes.offsets,
-            sizes=request.boxes.sizes,
-            file=request.boxes.rank,
-            offset=offset,
-            length=volume * request.tensors.bits[request.boxes.tensor] // 8,
-            rank=request.boxes.rank,
+        files = WrittenFiles(
+            _file(request, f"{stem}_world_size_{request.world_size}_rank_{rank}.pt", rank, rows)
+            for rank, rows in enumerate(by_rank)
         )
+        file, offset = files.places(len(request.boxes))
         mesh = (
             MeshInfo(request.mesh_axes, request.mesh_sizes, f"recorded in {LAYOUT_KEY}") if request.mesh_axes else None
         )
-        manifest = Manifest(
+        manifest = request.manifest(
             self.name,
-            "",
-            request.tensors,
-            chunks,
-            FileTable(tuple(FileEntry(file.path, file.zip.nbytes) for file in files)),
+            files.entries(),
+            file=file,
+            offset=offset,
             blobs=request.blobs,
             mesh=mesh,
-            info={**request.info, "world_size": request.world_size},
             notes=weights_only_notes(request.blobs),
         )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            listed = crc32s.tolist()
-            return (segment for file in files for segment in file.tail(listed))
-
-        segments = [segment for file in files for segment in (*file.heads(), *file.tail_without_checksums())]
-        return LayOut(manifest, tuple(segments), files[0].path, needs_crc32=True, seal=seal)
+        manifest = manifest.replace(info={**manifest.info, "world_size": request.world_size})
+        first = manifest.files.paths[0]
+        return LayOut(manifest, tuple(files.segments()), first, needs_crc32=True, seal=files.seal)
 
 
 def _rows_by_rank(request: WriteRequest) -> list[IntArray]:

@@ -17,9 +17,9 @@ from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayOut
 from ckpt_tool.formats.safetensors.names import SUFFIX, rank_file
 from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, box_fields, rank_metadata
-from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
+from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, MeshInfo
 from ckpt_tool.manifest.plain import to_plain
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.manifest.tables import IntArray, TensorTable
 
 __all__ = ["WRITER", "RankFilesWriter"]
 
@@ -80,20 +80,10 @@ class RankFilesWriter(PlainEntries):
             info=info,
         )
         segments.append(Segment(LAYOUT_FILE, 0, layout.to_json()))
-        chunks = ChunkTable.from_columns(
-            tensor=request.boxes.tensor,
-            offsets=request.boxes.offsets,
-            sizes=request.boxes.sizes,
-            file=request.boxes.rank,
-            offset=offset,
-            length=length,
-            rank=request.boxes.rank,
-        )
         mesh = MeshInfo(request.mesh_axes, request.mesh_sizes, LAYOUT_FILE) if request.mesh_axes else None
-        files = FileTable(tuple(entries))
-        manifest = Manifest(
-            self.name, "", request.tensors, chunks, files, blobs, mesh, {**info, "world_size": request.world_size}
-        )
+        manifest = request.manifest(
+            self.name, entries, file=request.boxes.rank, offset=offset, blobs=blobs, mesh=mesh
+        ).replace(info={**info, "world_size": request.world_size})
         return LayOut(manifest, tuple(segments), LAYOUT_FILE)
 
     def lay_out_rank(self, tensors: TensorTable, boxes: BoxTable, rank: int, world_size: int) -> RankLayOut:

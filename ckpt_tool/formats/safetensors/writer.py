@@ -10,9 +10,8 @@ from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, build_
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
-from ckpt_tool.manifest.model import FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
-from ckpt_tool.records import dataclass
+from ckpt_tool.manifest.model import FileEntry
+from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "SafetensorsWriter", "split"]
@@ -47,7 +46,7 @@ class SafetensorsWriter:
         names = [stem + SUFFIX]
         if len(files) > 1:
             names = [f"{stem}-{i + 1:05d}-of-{len(files):05d}{SUFFIX}" for i in range(len(files))]
-        columns = _Columns.empty(len(request.boxes))
+        file_of, offset = (np.zeros(len(request.boxes), dtype=np.int64) for _ in range(2))
         segments, entries, weight_map = [], [], {}
         for file, (name, tensors) in enumerate(zip(names, files, strict=True)):
             ordered = sorted(tensors, key=lambda t: -request.tensors.dtypes[t].bits)
@@ -61,40 +60,14 @@ class SafetensorsWriter:
                 weight_map[entry.name] = name
                 row = row_of_tensor[tensor]
                 if row >= 0:
-                    columns.file[row], columns.offset[row] = file, header.data_start + entry.start
-                    columns.length[row] = entry.nbytes
+                    file_of[row], offset[row] = file, header.data_start + entry.start
         commit_path = None
         if len(files) > 1:
             commit_path = stem + INDEX_SUFFIX
             segments.append(Segment(commit_path, 0, write_index(weight_map, int(request.tensors.nbytes.sum()))))
-        chunks = ChunkTable.from_columns(
-            tensor=request.boxes.tensor,
-            offsets=request.boxes.offsets,
-            sizes=request.boxes.sizes,
-            file=columns.file,
-            offset=columns.offset,
-            length=columns.length,
-        )
-        manifest = Manifest(
-            self.name if commit_path is None else "safetensors-index",
-            "",
-            request.tensors,
-            chunks,
-            FileTable(tuple(entries)),
-            info=dict(request.info),
-        )
+        name = self.name if commit_path is None else "safetensors-index"
+        manifest = request.manifest(name, entries, file=file_of, offset=offset)
         return LayOut(manifest, tuple(segments), commit_path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    file: IntArray
-    offset: IntArray
-    length: IntArray
-
-    @classmethod
-    def empty(cls, n: int) -> _Columns:
-        return cls(np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64))
 
 
 def split(tensors: TensorTable, *, max_shard_nbytes: int | None, max_header_nbytes: int) -> list[list[int]]:

@@ -19,14 +19,14 @@ from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._safetensors.header import build_header
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.torch_checkpointing.files import VALUES
 from ckpt_tool.formats.torch_checkpointing.grids import Grid, grid_of, group_record
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
+from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.tables import ChunkTable, FileTable
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
@@ -53,42 +53,22 @@ class TorchCheckpointingWriter:
         """
         plan = _Plan(request)
         segments = [*_tensor_files(plan)]
-        torch_files = _value_files(plan)
-        for file in torch_files:
-            segments += [*file.heads(), *file.tail_without_checksums()]
+        torch_files = WrittenFiles(_value_files(plan))
+        segments += torch_files.segments()
         commit_path = None
         if plan.groups:
             commit_path = METADATA_NAME
             data = dump_pickle(_metadata(plan), protocol=4)
             plan.entries.append(FileEntry(METADATA_NAME, len(data)))
             segments.append(Segment(METADATA_NAME, 0, data))
-        boxes = request.boxes
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=plan.file,
-            offset=plan.offset,
-            length=boxes.nbytes(request.tensors),
-            rank=boxes.rank,
-        )
-        manifest = Manifest(
-            self.name,
-            "",
-            request.tensors,
-            chunks,
-            FileTable(tuple(plan.entries)),
-            blobs=request.blobs,
-            info=dict(request.info),
-        )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            listed = crc32s.tolist()
-            return (segment for file in torch_files for segment in file.tail(listed))
-
-        has_payload = any(storage.rows for file in torch_files for storage in file.storages)
+        manifest = request.manifest(self.name, plan.entries, file=plan.file, offset=plan.offset, blobs=request.blobs)
+        has_payload = any(storage.rows for file in torch_files.files for storage in file.storages)
         return LayOut(
-            manifest, tuple(segments), commit_path, needs_crc32=has_payload, seal=seal if torch_files else None
+            manifest,
+            tuple(segments),
+            commit_path,
+            needs_crc32=has_payload,
+            seal=torch_files.seal,
         )
 
 

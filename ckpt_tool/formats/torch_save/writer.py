@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats._torch_file.nested import nest
@@ -17,10 +15,10 @@ from ckpt_tool.formats._torch_file.written import (
     fresh_tensor,
     weights_only_notes,
 )
+from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats._whole import whole_rows
-from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
-from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable
+from ckpt_tool.formats.base import LayOut, WriteRequest
+from ckpt_tool.manifest.model import Blob, KeyPath
 
 __all__ = ["WRITER", "TorchSaveWriter"]
 
@@ -64,31 +62,17 @@ class TorchSaveWriter:
         nbytes = tensors.nbytes.tolist()
         file = WrittenFile.of(path, value, nbytes, row_of_tensor.tolist())
         payload = np.array(file.payload_offsets, dtype=np.int64)
-        chunks = ChunkTable.from_columns(
-            tensor=request.boxes.tensor,
-            offsets=request.boxes.offsets,
-            sizes=request.boxes.sizes,
+        notes = (f"{n_left_out:,} objects of further ranks were left out",) if n_left_out else ()
+        files = WrittenFiles([file])
+        manifest = request.manifest(
+            self.name,
+            files.entries(),
             file=np.zeros(len(request.boxes), dtype=np.int32),
             offset=payload[request.boxes.tensor],
-            length=tensors.nbytes[request.boxes.tensor],
-        )
-        notes = (f"{n_left_out:,} objects of further ranks were left out",) if n_left_out else ()
-        manifest = Manifest(
-            self.name,
-            "",
-            tensors,
-            chunks,
-            FileTable((FileEntry(path, file.zip.nbytes),)),
             blobs=blobs,
-            info=dict(request.info),
             notes=(*notes, *weights_only_notes(blobs)),
         )
-
-        def seal(crc32s: npt.NDArray[np.uint32]) -> Iterator[Segment]:
-            return file.tail(crc32s.tolist())
-
-        segments = (*file.heads(), *file.tail_without_checksums())
-        return LayOut(manifest, segments, None, needs_crc32=True, seal=seal)
+        return LayOut(manifest, tuple(files.segments()), None, needs_crc32=True, seal=files.seal)
 
 
 def _first_blobs(blobs: tuple[Blob, ...]) -> tuple[tuple[Blob, ...], int]:

@@ -19,8 +19,8 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, weights_only_notes
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.torchsnapshot.tree import CONTAINERS, Leaf, trees
-from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
-from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
+from ckpt_tool.manifest.model import Blob, FileEntry
+from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["WRITER", "TorchSnapshotWriter"]
@@ -51,25 +51,10 @@ class TorchSnapshotWriter:
         document = {"version": _VERSION, "world_size": request.world_size, "manifest": manifest_rows}
         text = json.dumps(document, indent=2, ensure_ascii=False).encode()
         plan.segments.append(Segment(_METADATA, 0, text))
-        boxes = request.boxes
-        chunks = ChunkTable.from_columns(
-            tensor=boxes.tensor,
-            offsets=boxes.offsets,
-            sizes=boxes.sizes,
-            file=plan.file,
-            offset=plan.offset,
-            length=boxes.nbytes(request.tensors),
-            rank=boxes.rank,
-        )
-        manifest = Manifest(
-            self.name,
-            "",
-            request.tensors,
-            chunks,
-            FileTable((*plan.entries, FileEntry(_METADATA, len(text)))),
-            blobs=request.blobs,
-            info=dict(request.info),
-            notes=weights_only_notes(plan.pickled),
+        entries = (*plan.entries, FileEntry(_METADATA, len(text)))
+        notes = weights_only_notes(plan.pickled)
+        manifest = request.manifest(
+            self.name, entries, file=plan.file, offset=plan.offset, blobs=request.blobs, notes=notes
         )
         return LayOut(manifest, tuple(plan.segments), _METADATA)
 
