@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,9 +15,10 @@ from ckpt_tool.engine import shared_memory
 from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.engine.shared_memory import Segment
 from ckpt_tool.errors import StorageError
+from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
 
-__all__ = ["Hosts", "Published", "hosts_of", "open_segments", "publish"]
+__all__ = ["NO_OFFER", "Hosts", "Offer", "Published", "hosts_of", "offer", "open_segments", "published"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,28 @@ def hosts_of(group: Group) -> Hosts:
 
 
 @dataclass(slots=True)
+class Offer:
+    """Bytes that the leader of a host has made for its other ranks, before these know of them."""
+
+    digest: int
+    own: Segment | None
+    """None where the leader is alone on its host."""
+
+    @property
+    def row(self) -> list[int]:
+        """What the others are told; `NO_OFFER` of a rank that has made none."""
+        return [self.own.fd if self.own else -1, self.own.nbytes if self.own else 0, self.digest]
+
+    def close(self) -> None:
+        """End the sharing; what is mapped stays."""
+        if self.own is not None:
+            self.own.close()
+
+
+NO_OFFER = (-1, 0, 0)
+
+
+@dataclass(slots=True)
 class Published:
     """Bytes that the leader of each host made, and how the other ranks of the host come to them."""
 
@@ -80,7 +103,6 @@ class Published:
     _pid: int
     _fd: int
     _nbytes: int
-    _own: Segment | None
 
     def open(self) -> npt.NDArray[np.uint8]:
         """The bytes, mapped; for ranks that are no leader, before the next collective, after which it may `close`.
@@ -90,31 +112,21 @@ class Published:
         """
         return Segment.of_process(self._pid, self._fd, self._nbytes).bytes
 
-    def close(self) -> None:
-        """On the leader: end the sharing; what is mapped stays."""
-        if self._own is not None:
-            self._own.close()
 
-
-def publish(
-    group: Group, hosts: Hosts, make: Callable[[], tuple[Sequence[bytes | npt.NDArray[np.uint8]], int]]
-) -> Published:
-    """What ``make`` returns on the leader of each host, parts and a digest, for all ranks of the host; one collective.
+def offer(hosts: Hosts, parts: Sequence[bytes | npt.NDArray[np.uint8]], digest: int) -> Offer:
+    """``parts``, for the other ranks of this leader's host.
 
     Raises:
-        CkptError: ``make`` failed on some leader.
+        StorageError: there is no memory for them.
     """
-    own, digest, failure = None, 0, None
-    if hosts.rank == hosts.leader:
-        try:
-            parts, digest = make()
-            own = Segment.holding(parts) if len(hosts.here) > 1 else None
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            failure = error
-    rows = group.gather_row([own.fd if own else -1, own.nbytes if own else 0, digest], failure)
-    fd, nbytes, of_host = rows[hosts.leader].tolist()
+    return Offer(digest, Segment.holding(parts) if len(hosts.here) > 1 else None)
+
+
+def published(hosts: Hosts, rows: IntArray) -> Published:
+    """What the leaders have offered; ``rows`` are those of their offers, ``int64[ranks, 3]``."""
+    fd, nbytes, digest = rows[hosts.leader].tolist()
     is_same = len({int(rows[ranks[0], 2]) for ranks in hosts.groups}) == 1
-    return Published(of_host, is_same, hosts.pid[hosts.leader], fd, nbytes, own)
+    return Published(digest, is_same, hosts.pid[hosts.leader], fd, nbytes)
 
 
 def open_segments(group: Group, hosts: Hosts, nbytes: int) -> list[Segment]:

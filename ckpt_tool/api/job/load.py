@@ -21,7 +21,7 @@ from ckpt_tool.api.job.load_exchange import Choice, Exchange, choose_exchange
 from ckpt_tool.api.job.load_manifest import SharedManifest
 from ckpt_tool.api.job.load_match import NameMap, Problem, SavedValues, misfit, unexpected_tensors
 from ckpt_tool.api.job.load_move import Moved, Moves, plan_moves, run_moves
-from ckpt_tool.api.job.load_target import Target, matched, state_key, target_of
+from ckpt_tool.api.job.load_target import Memories, Target, matched, memories_of, state_key, target_of
 from ckpt_tool.engine.landing import Landing
 from ckpt_tool.errors import UsageError
 from ckpt_tool.geometry.columns import distinct
@@ -157,6 +157,7 @@ class _Loading:
     def __init__(self, group: Group, url: str, options: _Options) -> None:
         self._group, self._url, self._options = group, url, options
         self._store: Store | None = None
+        self._memories: Memories | None = None
         self._landings: dict[int, Landing] | None = None
 
     def run(self, state: Any) -> LoadReport:
@@ -174,12 +175,15 @@ class _Loading:
                 known, failure = _attempt(lambda: self._known(key, shared))
             has_values = live is not None and bool(live.slots)
             has_more = live is not None and bool(live.finish)
-            row = [has_values, has_more, known.fingerprint if known is not None else 0]
+            if failure is None and known is None:  # which all ranks will hear of, and so plan
+                _, failure = _attempt(lambda: self._prepare(live, shared))
+            row = [has_values, has_more, known.fingerprint if known is not None else 0, *shared.row]
             heard = self._group.gather_row(row, failure)
             any_values = bool(heard[:, 0].any())
             is_replayed = known is not None and bool((heard[:, 2] == known.fingerprint).all())
             if known is None or not is_replayed:
-                known = self._plan(live, shared, hosts, with_values=any_values)
+                shared.read(self._wanted(live), heard[:, 3:], with_values=any_values)
+                known = self._plan(live, shared, hosts)
                 if key is not None:
                     keep_known(self._group.process_group, key, known)
             begun = time.perf_counter()
@@ -212,22 +216,33 @@ class _Loading:
             return None
         return known
 
-    def _plan(self, live: LiveState, shared: SharedManifest, hosts: Hosts, *, with_values: bool) -> Known:
-        """All that is to be known before payload is read; the same failures on every rank."""
-        options, group = self._options, self._group
+    def _prepare(self, live: LiveState, shared: SharedManifest) -> None:
+        """What a rank can do before it hears of the others: leaders read metadata, the others would only wait."""
+        if shared.is_leader:
+            shared.prepare(self._wanted(live), with_values=bool(live.slots))
+        else:
+            self._memories = memories_of(live)
+
+    def _wanted(self, live: LiveState) -> Callable[[Manifest], list[str]]:
+        """Which tensors of a manifest this rank loads."""
 
         def wanted(manifest: Manifest) -> list[str]:
-            rows = matched(live, manifest, options.names, cast=options.cast, rank=group.rank).rows
+            options = self._options
+            rows = matched(live, manifest, options.names, cast=options.cast, rank=self._group.rank).rows
             return [manifest.tensors.fqns[row] for row in rows if row >= 0]
 
-        shared.read(wanted, with_values=with_values)
+        return wanted
+
+    def _plan(self, live: LiveState, shared: SharedManifest, hosts: Hosts) -> Known:
+        """All that is to be known before payload is read, of the metadata; the same failures on every rank."""
+        options, group = self._options, self._group
 
         def aim() -> tuple[Manifest, Target, dict[int, Landing]]:
             manifest = shared.manifest()
             match = matched(live, manifest, options.names, cast=options.cast, rank=group.rank)
             target = target_of(live, manifest, match)
             self._payload(manifest)  # here, so that one look at all ranks tells of either's failure
-            return manifest, target, target.landings(live)
+            return manifest, target, target.landings(live, self._memories)
 
         aimed, failure = _attempt(aim)
         own = aimed[1].problems(strict=options.strict) if aimed else []

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.errors import StorageError
@@ -24,13 +23,17 @@ from ckpt_tool.storage.store import Listing
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.distributed_group import Group
-    from ckpt_tool.engine.distributed_hosts import Hosts, Published
+    from ckpt_tool.engine.distributed_hosts import Hosts, Offer, Published
+
+Wanted = Callable[[Manifest], Sequence[str]]
+"""Names of tensors whose payload is to be located."""
 
 __all__ = ["SharedManifest", "Stamp", "forget_all", "stamp_of"]
 
 Stamp = tuple[dict[str, int], dict[str, float]]
 """Size of each file, and when it was last written."""
 
+_NOTHING, _TENSORS, _WITH_VALUES = range(3)  # what a leader has prepared
 _KEPT = 2
 _MAX_KEPT_CHUNKS = 1_000_000
 _kept: OrderedDict[str, tuple[Stamp, Checkpoint]] = OrderedDict()
@@ -52,8 +55,10 @@ class SharedManifest:
     def __init__(self, group: Group, hosts: Hosts, url: str) -> None:
         self._group, self._hosts, self._url = group, hosts, url
         self._checkpoint: Checkpoint | None = None
+        self._offer: Offer | None = None
         self._published: Published | None = None
         self._made: Manifest | None = None
+        self._prepared = _NOTHING
         self.digest = 0
         """Equal on all ranks, and other when anything in the manifest is."""
 
@@ -79,25 +84,42 @@ class SharedManifest:
         store.close()
         return stamp_of(listing) == stamp
 
-    def read(self, wanted: Callable[[Manifest], Sequence[str]], *, with_values: bool) -> None:
-        """Read the metadata, on leaders; one collective. Then `manifest` has it on every rank.
+    def prepare(self, wanted: Wanted, *, with_values: bool) -> None:
+        """Read the metadata, on a leader, before the other ranks are heard.
 
         Args:
-            wanted: names of tensors whose payload is to be located, asked on leaders.
+            wanted: asked here.
             with_values: read the objects that are no tensors as well.
+
+        Raises:
+            CkptError: metadata could not be read; on this rank alone.
+        """
+        self._make_offer(lambda: self._read(wanted, with_values=with_values))
+        self._prepared = _WITH_VALUES if with_values else _TENSORS
+
+    @property
+    def row(self) -> list[int]:
+        """What the other ranks are to hear of what was prepared."""
+        from ckpt_tool.engine.distributed_hosts import NO_OFFER
+
+        return [self._prepared, *(NO_OFFER if self._offer is None else self._offer.row)]
+
+    def read(self, wanted: Wanted, heard: IntArray, *, with_values: bool) -> None:
+        """Take what all leaders have prepared, or have them read now; one collective then. `manifest` has it after.
+
+        Args:
+            wanted: asked on leaders.
+            heard: the `row` of every rank.
+            with_values: have the objects that are no tensors as well.
 
         Raises:
             CkptError: metadata could not be read on some host, or hosts do not see the same; on every rank.
         """
-
-        def make() -> Manifest:
-            self._checkpoint = checkpoint = self._opened()
-            if with_values:
-                checkpoint.load_blobs()
-            found = checkpoint.resolve(wanted(checkpoint.manifest))
-            return found if with_values else found.replace(blobs=())
-
-        self._share(make)
+        leaders = [ranks[0] for ranks in self._hosts.groups]
+        if (heard[leaders, 0] >= (_WITH_VALUES if with_values else _TENSORS)).all():
+            self._hear(heard[:, 1:])
+        else:
+            self._share(lambda: self._read(wanted, with_values=with_values))
         self._keep()
 
     def resolve(self, manifest: Manifest, everyone: Sequence[IntArray]) -> bool:
@@ -135,10 +157,23 @@ class SharedManifest:
 
     def close(self) -> None:
         """Release what the others have mapped by now, and file handles."""
-        if self._published is not None:
-            self._published.close()
+        self._close_offer()
         if self._checkpoint is not None:
             self._checkpoint.close()
+
+    def _close_offer(self) -> None:
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None
+
+    def _read(self, wanted: Wanted, *, with_values: bool) -> Manifest:
+        if self._checkpoint is None:
+            self._checkpoint = self._opened()
+        checkpoint = self._checkpoint
+        if with_values:
+            checkpoint.load_blobs()
+        found = checkpoint.resolve(wanted(checkpoint.manifest))
+        return found if with_values else found.replace(blobs=())
 
     def _opened(self) -> Checkpoint:
         """The checkpoint, with what an earlier load has learned of it."""
@@ -162,25 +197,38 @@ class SharedManifest:
             _kept.popitem(last=False)
 
     def _share(self, make: Callable[[], Manifest]) -> None:
-        """Have what ``make`` returns on the leaders."""
-        if self._group.size == 1:
-            self._made = make()
-            return
-        from ckpt_tool.engine.distributed_hosts import publish
+        """Have what ``make`` returns on the leaders; one collective."""
+        from ckpt_tool.engine.distributed_hosts import NO_OFFER
 
+        self._made, failure = None, None
+        if self.is_leader:
+            try:
+                self._make_offer(make)
+            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+                failure = error
+        row = NO_OFFER if failure is not None or self._offer is None else self._offer.row
+        self._hear(self._group.gather_row(row, failure))
+
+    def _make_offer(self, make: Callable[[], Manifest]) -> None:
+        self._close_offer()
         self._made = None
+        self._made = made = make()
+        if self._group.size == 1:
+            return
+        from ckpt_tool.engine.distributed_hosts import offer
 
-        def packed() -> tuple[list[bytes | npt.NDArray[np.uint8]], int]:
-            self._made = make()
-            parts = to_packed(self._made)
-            digest = hashlib.blake2b(digest_size=8)
-            for part in parts:
-                digest.update(np.frombuffer(part, dtype=np.uint8).data)
-            return parts, int.from_bytes(digest.digest(), "little", signed=True)
+        parts = to_packed(made)
+        digest = hashlib.blake2b(digest_size=8)
+        for part in parts:
+            digest.update(np.frombuffer(part, dtype=np.uint8).data)
+        self._offer = offer(self._hosts, parts, int.from_bytes(digest.digest(), "little", signed=True))
 
-        if self._published is not None:
-            self._published.close()
-        self._published = publish(self._group, self._hosts, packed)
+    def _hear(self, rows: IntArray) -> None:
+        if self._group.size == 1:
+            return
+        from ckpt_tool.engine.distributed_hosts import published
+
+        self._published = published(self._hosts, rows)
         self.digest = self._published.digest
         if not self._published.is_same_everywhere:
             raise StorageError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, match_tensors
-from ckpt_tool.engine.landing import Landing, box_rows
+from ckpt_tool.engine.landing import Landing, Memory, box_rows
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
@@ -16,9 +16,10 @@ from ckpt_tool.records import dataclass
 if TYPE_CHECKING:
     from ckpt_tool.frameworks.state import LiveState
 
-__all__ = ["StateKey", "Target", "matched", "state_key", "target_of"]
+__all__ = ["Memories", "StateKey", "Target", "matched", "memories_of", "state_key", "target_of"]
 
 StateKey: TypeAlias = tuple[Any, ...]
+Memories: TypeAlias = list[list[Memory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,28 @@ class Target:
         """What does not fit on this rank."""
         return [problem for problem in self.match.problems if strict or problem.kind != "missing"]
 
-    def landings(self, live: LiveState) -> dict[int, Landing]:
+    def landings(self, live: LiveState, memories: Memories | None = None) -> dict[int, Landing]:
         """The memory of ``live`` that ``places`` are, by position; ``live`` must have the structure of this target."""
         from ckpt_tool.frameworks.memory import memory_of
 
-        leaves = live.leaves
-        return {
-            number: Landing(row, box, leaves[leaf].dtype, memory_of(_start(leaves[leaf].parts[part].view, box)))
-            for number, (leaf, part, row, box) in enumerate(self.places)
-        }
+        found: dict[int, Landing] = {}
+        for number, (leaf_number, position, row, box) in enumerate(self.places):
+            leaf = live.leaves[leaf_number]
+            part = leaf.parts[position]
+            memory: Memory
+            if part.box.sizes != box.sizes:
+                memory = memory_of(part.view[tuple([slice(size) for size in box.sizes])])
+            else:
+                memory = memory_of(part.view) if memories is None else memories[leaf_number][position]
+            found[number] = Landing(row, box, leaf.dtype, memory)
+        return found
 
 
-def _start(view: Any, box: Box) -> Any:
-    return view if tuple(view.shape) == box.sizes else view[tuple(slice(size) for size in box.sizes)]
+def memories_of(live: LiveState) -> Memories:
+    """The memory of each part of each leaf, for `Target.landings`: what can be done before any checkpoint is known."""
+    from ckpt_tool.frameworks.memory import memory_of
+
+    return [[memory_of(part.view) for part in leaf.parts] for leaf in live.leaves]
 
 
 def state_key(live: LiveState) -> StateKey:
