@@ -9,17 +9,32 @@ from collections.abc import Mapping
 from ckpt_tool.formats._content import Content
 from ckpt_tool.sizes import counted
 
-__all__ = ["folder_content", "kinds_of_files"]
+__all__ = ["folder_content", "kinds_of_files", "named_content"]
 
 _UNFINISHED = re.compile(r"\.(?:incomplete|part|partial|crdownload|aria2|download|tmp)$")
 _PLACEHOLDER = re.compile(r"(?:^|/)\.[^/]+\.icloud$|\.(?:icloud|cloudf?|gdownload)$")
 _ARCHIVE = re.compile(r"\.(?:tar|tgz|tbz2|txz|zip|7z|rar|tar\.(?:gz|bz2|xz|zst))$")
+_PACKED_TAR = re.compile(r"\.(?:tgz|tbz2|txz|tar\.(?:gz|bz2|xz|zst))$")
 _TOKENIZER = re.compile(
     r"(?:^|/)(?:tokenizer[^/]*|vocab\.(?:json|txt)|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
     r"[^/]*(?:sentencepiece|spiece|spm)[^/]*|chat_template\.[^/]+)$"
 )
 _TENSORS = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|distcp|npz|npy|gguf|h5|msgpack)$")
 _DESCRIBING = re.compile(r"\.(?:json|md|txt|ya?ml|toml|py|gitattributes|gitignore|jinja)$|(?:^|/)LICENSE$")
+
+
+_UNENDED, _END_IT = "a download or a save that did not end", "let it end, or start it again"
+
+
+def named_content(path: str) -> Content | None:
+    """What a file is by the end of its name, where that says more than its first bytes do.
+
+    >>> named_content("a.tgz").fix, named_content("a.pt.part").fix, named_content("a.pt")
+    ('unpack it with tar -xf', 'let it end, or start it again', None)
+    """
+    if _UNFINISHED.search(path):
+        return Content(_UNENDED, _END_IT)
+    return Content("a compressed tar archive", "unpack it with tar -xf") if _PACKED_TAR.search(path) else None
 
 
 def folder_content(sizes: Mapping[str, int]) -> Content | None:
@@ -40,7 +55,7 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
     unfinished = [path for path in sizes if _UNFINISHED.search(path)]
     if unfinished:
         n = counted(len(unfinished), "unfinished file")
-        return Content(f"a download or a save that did not end: {n} ({unfinished[0]})", "let it end, or start it again")
+        return Content(f"{_UNENDED}: {n} ({unfinished[0]})", _END_IT)
     waiting = [path for path in sizes if _PLACEHOLDER.search(path)]
     if waiting:
         n = counted(len(waiting), "placeholder")

@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._content import HEAD_NBYTES, content_of
-from ckpt_tool.formats._folder import folder_content, kinds_of_files
+from ckpt_tool.formats._content import HEAD_NBYTES, content_of, what_is
+from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content
 from ckpt_tool.formats.base import Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
+from ckpt_tool.storage.above import broken_links, folders_above
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 from ckpt_tool.storage.tar import TarStore
 
@@ -18,6 +19,7 @@ __all__ = ["detect"]
 _TAKEN_ABOVE = 0.5
 _SURE = 0.9
 _MAX_FOLDERS_TRIED = 64
+_SHOWN = 3
 _DESCRIBING = (
     ".metadata",
     "metadata.pkl",
@@ -72,11 +74,11 @@ def _about_file(source: Source, probes: list[tuple[Probe, Reader]]) -> FormatErr
     best, reader = max(in_folder, key=lambda pair: pair[0].confidence)
     if best.confidence > _TAKEN_ABOVE and _is_part(entry, reader, whole):
         return NotFound(
-            f"one file of a {reader.name} checkpoint, not the whole ({best.why})",
+            f"one file of {_with_article(reader.name)} checkpoint, not the whole ({best.why})",
             where=f"{url}/{entry}",
             hint=f'give the folder: "{url}"',
         )
-    content = content_of(source.head(entry, HEAD_NBYTES))
+    content = named_content(entry) or content_of(source.head(entry, HEAD_NBYTES))
     if content is not None:
         return FormatError(f"is {content.what}, which is no checkpoint", where=f"{url}/{entry}", hint=content.fix)
     likely = [(probe, reader) for probe, reader in probes if probe.confidence > 0]
@@ -92,13 +94,18 @@ def _is_part(entry: str, reader: Reader, whole: Source) -> bool:
         return True
     try:
         return entry in reader.read(whole).files.index
-    except CkptError:
-        return True
+    except CkptError:  # then it is a part if the folder looks another without it
+        others = {path: nbytes for path, nbytes in whole.listing.sizes.items() if path != entry}
+        without = replace(whole, listing=replace(whole.listing, sizes=others))
+        return reader.probe(without) != reader.probe(whole)
 
 
 def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFound:
     """The error for a folder that is no checkpoint: empty, the wrong level, or unknown."""
     url = source.listing.url.rstrip("/")
+    part = _part_of_above(source)
+    if part is not None:
+        return part
     inside = _checkpoints_below(source)
     if inside:
         listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
@@ -108,19 +115,58 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
             where=url,
             hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
         )
+    links = broken_links(url)
+    if links:
+        name = next(iter(links))
+        more = f" and {len(links) - 1:,} more" if len(links) > 1 else ""
+        return NotFound(
+            f"no checkpoint: {name} is a link to {links[name]!r}, which does not exist{more}",
+            where=url,
+            hint="fetch or copy the files themselves: of a download, or with cp -L, rsync -L or git annex get",
+        )
     content = folder_content(source.listing.sizes)
     if content is not None:
         fix = None if content.fix is None else content.fix.replace("FOLDER", url)
         return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
     top = [path for path in source.listing.sizes if "/" not in path]
-    likely = [each for each in probes if each[0].confidence > 0 or any(path in each[0].why for path in top)]
+    named = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, top))})(?![\w])") if top else None
+    likely = [each for each in probes if each[0].confidence > 0 or (named and named.search(each[0].why))]
     likely = likely or probes[-1:]
+    what = [
+        f"{path} is {what}" for path in top[:_SHOWN] if (what := what_is(source.head(path, HEAD_NBYTES))) is not None
+    ]
+    why = "; ".join(what) or _reasons(likely)
     place = "a tar archive with " if isinstance(source.store, TarStore) else ""
     return NotFound(
-        f"{place}no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({_reasons(likely)})",
+        f"{place}no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({why})",
         where=url,
         hint="ckpt formats lists what is read",
     )
+
+
+def _part_of_above(source: Source) -> NotFound | None:
+    """The error for a folder that is part of the checkpoint of a folder above; None where it is not surely."""
+    for store, inner in folders_above(source.listing.url):
+        try:
+            above = Source(store, store.listing())
+            best, reader = max(((r.probe(above), r) for r in readers()), key=lambda pair: pair[0].confidence)
+            if best.confidence < _SURE:
+                continue
+            if any(path.startswith(inner) for path in reader.read(above).files.index):
+                return NotFound(
+                    f"one folder of {_with_article(reader.name)} checkpoint, not the whole ({best.why})",
+                    where=source.listing.url.rstrip("/"),
+                    hint=f'give the folder that holds all of it: "{above.listing.url}"',
+                )
+        except CkptError:
+            continue
+        finally:
+            store.close()
+    return None
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, str]]:

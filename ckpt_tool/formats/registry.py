@@ -31,7 +31,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     (
         "ckpt_tool.formats.megatron.rank_reader",
         "READER",
-        r"(^|/)(mp_rank_[\d_]+/model_optim_rng\.pt|[mt]p_rank_\w+/model_weights\.ckpt)$",
+        r"(^|/)(mp_rank_[\d_]+/|^)(model_optim_rng|distrib_optim)\.pt$|(^|/)([mt]p_rank_\w+/|^)model_weights\.ckpt$",
     ),
     (
         "ckpt_tool.formats.orbax.reader",

@@ -70,3 +70,36 @@ def test_against(tmp_path: Path, ckpt: Ckpt) -> None:
     assert "in 1 of 4 elements, the first at [2]" in found["differs"]["message"]
     assert {found["only-here"]["severity"], found["only-there"]["severity"]} == {"warning"}
     assert ckpt("verify", tmp_path / "one.safetensors", "--against", HF, "--quick").status == 2
+
+
+def test_cut_files_of_every_kind(tmp_path: Path, ckpt: Ckpt) -> None:
+    """A safetensors file and a stream of torch before 1.6 that were cut: what lies before the cut is kept."""
+    tensors = {f"w{i}": torch.full((9, 9), float(i)) for i in range(6)}
+    save_file({name: each.numpy() for name, each in tensors.items()}, tmp_path / "a.safetensors")
+    torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    for name in ("a.safetensors", "a.pt"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-400])
+        assert "--salvage OUT" in ckpt("verify", path).text
+        out = tmp_path / f"out-{name}"
+        ran = ckpt("verify", path, "--salvage", out, "--json")
+        assert ran.status == 1
+        kept = dict.fromkeys(ran.json["kept"])
+        assert len(kept) == 4
+        assert {each["fqn"] for each in ran.json["lost"]} == set(tensors) - set(kept)
+        with open_checkpoint(out) as checkpoint:
+            assert all(np.array_equal(checkpoint[fqn][:], tensors[fqn].numpy()) for fqn in kept)
+
+
+def test_metadata_made_of_blobs(tmp_path: Path, ckpt: Ckpt) -> None:
+    """Safetensors blobs in DCP's files say names and places: all is back, and what cannot be known is said."""
+    source = FIXTURES / "torch/dcp_safetensors/ckpt"
+    shutil.copytree(source, tmp_path / "d", ignore=shutil.ignore_patterns(".metadata"))
+    ran = ckpt("verify", tmp_path / "d", "--salvage", tmp_path / "out")
+    assert ran.status == 1
+    assert "no whole shapes" in ran.text
+    assert ckpt("diff", source, tmp_path / "out").status == 0
+    cut = tmp_path / "d/__2_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:-500])
+    ran = ckpt("verify", tmp_path / "d", "--salvage", tmp_path / "less", "--json")
+    assert 0 < len(ran.json["lost"]) < len(ran.json["kept"])

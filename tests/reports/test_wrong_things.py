@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shutil
@@ -131,6 +132,62 @@ def test_one_file_of_many(ckpt: Ckpt) -> None:
     assert f'give the folder: "{DCP}"' in ran.text
     ran = ckpt("inspect", min(VERL.glob("*.pt")))
     assert ran.status == 3 or "rank" in ran.text
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("b.pt", b"", "is an empty file"),
+        ("page.bin", b"<!DOCTYPE html><html>login</html>", "is an HTML page"),
+        ("c.tar.gz", b"\x1f\x8b\x08\0" + bytes(60), "tar -xf"),
+        ("d.pt.aria2", b"x" * 60, "did not end"),
+    ],
+)
+def test_a_file_beside_others(tmp_path: Path, ckpt: Ckpt, name: str, data: bytes, what: str) -> None:
+    """A file that is nothing is called so, also where its folder looks like a checkpoint that does not read."""
+    put(tmp_path, {"1.safetensors": LFS, "2.safetensors": LFS, name: data})
+    ran = ckpt("inspect", tmp_path / name)
+    assert ran.status == 3
+    assert what in ran.text
+
+
+def test_part_of_a_folder_above(tmp_path: Path, ckpt: Ckpt) -> None:
+    """A rank's folder, or its file, is a part: nothing is taken for a whole, and what holds it is named."""
+    for rank in range(2):
+        folder = tmp_path / f"it/mp_rank_{rank:02d}"
+        folder.mkdir(parents=True)
+        args = argparse.Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
+        model = {"decoder.final_layernorm.weight": torch.ones(4)}
+        torch.save({"args": args, "iteration": 1, "model": model}, folder / "model_optim_rng.pt")
+    for given in ("mp_rank_01", "mp_rank_01/model_optim_rng.pt"):
+        for command in (["inspect"], ["export", tmp_path / "out"]):
+            ran = ckpt(command[0], tmp_path / "it" / given, *command[1:])
+            assert ran.status == 3
+            assert "not the whole" in ran.text
+            assert f'"{tmp_path / "it"}"' in ran.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_to_nothing(tmp_path: Path, ckpt: Ckpt) -> None:
+    """A snapshot whose files were not fetched says what its links lack."""
+    (tmp_path / "s").mkdir()
+    put(tmp_path / "s", {"config.json": b"{}"})
+    (tmp_path / "s/model.safetensors").symlink_to("../../blobs/ab")
+    ran = ckpt("inspect", tmp_path / "s")
+    assert ran.status == 3
+    assert "model.safetensors is a link to '../../blobs/ab', which does not exist" in ran.text
+
+
+def test_an_archive_in_an_archive(tmp_path: Path, ckpt: Ckpt) -> None:
+    """The inner one is called what it is, in one line."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        member = tarfile.TarInfo("x")
+        inner = tarred(HF)
+        member.size = len(inner)
+        archive.addfile(member, io.BytesIO(inner))
+    ran = ckpt("inspect", tmp_path / "a.tar")
+    assert ran.status == 3
+    assert "(x is a tar archive)" in ran.text
 
 
 def test_renamed(tmp_path: Path, ckpt: Ckpt) -> None:

@@ -47,10 +47,11 @@ def is_legacy_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-def read_legacy(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> LegacyFile:
+def read_legacy(read: Callable[[int, int], bytes], nbytes: int, *, where: str, is_cut: bool = False) -> LegacyFile:
     """The object of a legacy stream of ``nbytes`` bytes, and where its storages lie.
 
     Costs one read of at most 1 MiB, more when the pickles are longer, and one of 8 bytes; storages are not read.
+    With ``is_cut`` storages may lie behind the end, or end before it.
 
     Raises:
         Unsupported: the tar archive that torch wrote before 0.1.10.
@@ -64,11 +65,12 @@ def read_legacy(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise FormatError("the list of storages is not a list of names", where=f"{where}:{starts[4]}")
     known = {storage.key: storage for storage in storages(root)}
-    places, end = _places(keys, known, ends[4], nbytes, where)
-    if end != nbytes:
+    places, end = _places(keys, known, ends[4], nbytes if not is_cut else None, where)
+    if end != nbytes and not is_cut:
         raise FormatError(f"the storages end at byte {end:,}, the file at {nbytes:,}", where=where)
-    if keys:
-        _check_count(read, known[keys[-1]], places[keys[-1]][0] - 8, where)
+    last = next((key for key in reversed(keys) if places[key][0] <= nbytes), None)
+    if last is not None:
+        _check_count(read, known[last], places[last][0] - 8, where)
     is_little = not isinstance(info, dict) or info.get("little_endian") is not False
     return LegacyFile(root, places, is_little)
 
@@ -99,7 +101,7 @@ def _pickles(read: Callable[[int, int], bytes], nbytes: int, where: str) -> tupl
 
 
 def _places(
-    keys: list[str], known: dict[str, StorageRef], start: int, nbytes: int, where: str
+    keys: list[str], known: dict[str, StorageRef], start: int, nbytes: int | None, where: str
 ) -> tuple[dict[str, tuple[int, int]], int]:
     places: dict[str, tuple[int, int]] = {}
     end = start
@@ -111,11 +113,11 @@ def _places(
             raise FormatError(f"storage {key!r} is listed twice", where=f"{where}:{start}")
         places[key] = (end + 8, storage.nbytes)
         end += 8 + storage.nbytes
-        if end > nbytes:
+        if nbytes is not None and end > nbytes:
             raise FormatError(
                 f"storage {key!r} ends at byte {end:,}, the file has {nbytes:,} ({end - nbytes:,} missing)",
                 where=where,
-                hint="the copy was cut; fetch the file again",
+                hint="the copy was cut; fetch it again, or keep what is whole: ckpt verify SRC --salvage OUT",
             )
     missing = next((key for key in known if key not in places), None)
     if missing is not None:

@@ -115,13 +115,14 @@ def header_nbytes(head: bytes, file_nbytes: int, where: str) -> int:
     )
 
 
-def parse_header(head: bytes, file_nbytes: int, where: str) -> Header:
+def parse_header(head: bytes, file_nbytes: int, where: str, *, is_cut: bool = False) -> Header:
     """The checked header of a file.
 
     Args:
         head: the file from its first byte, at least to the end of its header; what follows is ignored.
         file_nbytes: size of the whole file.
         where: its path, for messages.
+        is_cut: let the file end before its tensors do, or behind them: what each tensor has of it, the caller sees.
 
     Raises:
         FormatError: the header contradicts itself or the file's size, or the file is something else.
@@ -132,7 +133,8 @@ def parse_header(head: bytes, file_nbytes: int, where: str) -> Header:
     listed = _json_object(head[8:data_start], where)
     metadata = _metadata(listed.pop(_METADATA, {}), where)
     entries = sorted((_entry(name, fields, where) for name, fields in listed.items()), key=lambda e: (e.start, e.end))
-    aliases = _check_extents(entries, file_nbytes - data_start, where, data_start)
+    end = max((entry.end for entry in entries), default=0) if is_cut else file_nbytes - data_start
+    aliases = _check_extents(entries, end, where, data_start)
     return Header(tuple(entries), metadata, data_start, aliases)
 
 
@@ -238,7 +240,7 @@ def _check_extents(
             f"{last.name!r} ends at byte {data_start + reached:,}, the file has {data_start + payload_nbytes:,} "
             f"({reached - payload_nbytes:,} missing)",
             where=where,
-            hint="the copy was cut; fetch or save the file again",
+            hint="the copy was cut; fetch or save it again, or keep what is whole: ckpt verify SRC --salvage OUT",
         )
     if reached < payload_nbytes:
         raise FormatError(

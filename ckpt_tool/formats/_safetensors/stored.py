@@ -38,6 +38,8 @@ _FILES_AT_ONCE = 256  # bounds the memory that first reads take
 def read_headers(source: Source, paths: Sequence[str]) -> list[Header]:
     """The header of each file: one request per file, two where it is longer than `FIRST_READ_NBYTES`.
 
+    In a salvage a file may be cut behind its header.
+
     Raises:
         FormatError: a file contradicts the format.
     """
@@ -62,7 +64,7 @@ def _read_batch(source: Source, paths: Sequence[str]) -> Iterator[Header]:
             rests.append(FileRange(path, len(head), missing))
     tails = dict(zip((r.path for r in rests), source.store.fetch(rests), strict=True)) if rests else {}
     for path, size, head in zip(paths, sizes, heads, strict=True):
-        yield parse_header(head + tails.pop(path, b""), size, path)
+        yield parse_header(head + tails.pop(path, b""), size, path, is_cut=source.is_salvage)
 
 
 class StoredBox(NamedTuple):

@@ -110,7 +110,9 @@ def open_torch_file(source: Source, path: str) -> TorchFile:
 
 
 def _open_legacy(source: Source, path: str, nbytes: int) -> TorchFile:
-    legacy = read_legacy(lambda offset, length: source.store.read(path, offset, length), nbytes, where=path)
+    legacy = read_legacy(
+        lambda offset, length: source.store.read(path, offset, length), nbytes, where=path, is_cut=source.is_salvage
+    )
     entry = FileEntry(path, nbytes)
     places = {key: StoragePlace(key, entry, offset, length) for key, (offset, length) in legacy.storages.items()}
     return TorchFile(path, "legacy", legacy.root, places, not legacy.is_little_endian, None)

@@ -1,20 +1,23 @@
 """The items of DCP files whose ``.metadata`` is lost: what each holds, without the name that only ``.metadata`` has.
 
 An item is a zip of torch.save of one box, whose header tells type and sizes. Its tensor's name, the tensor's shape and
-the box's place in it are nowhere else; so each item becomes a tensor of its own, named after its file and number.
+the box's place in it are nowhere else; so each item becomes a tensor of its own, named after its file and number. A
+safetensors blob behind the items says names and places; only whole shapes it does not say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ckpt_tool.errors import CkptError, NotFound
+from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._zip.head import parse_item_head
 from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
+from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["READER", "SUFFIX", "UnnamedItemsReader", "walked_items"]
@@ -23,6 +26,14 @@ SUFFIX = ".distcp"
 _LOCAL_HEADER, _END_RECORD, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
 _END_NBYTES, _DESCRIPTOR_NBYTES = 22, 16
 _SEARCHED_NBYTES = 64 << 10
+_MAX_HEADER = 1 << 30
+
+_SHAPES = (
+    "safetensors blobs give names and places, but no whole shapes: each is the furthest end of its boxes, so a last "
+    "part that is missing cannot be noticed"
+)
+_Piece = tuple[str, int, BlobTensor]
+"""File, first byte of the blob, and what it says of one tensor."""
 
 
 class UnnamedItemsReader(ResolvedReader):
@@ -36,13 +47,14 @@ class UnnamedItemsReader(ResolvedReader):
         return Probe(0.0, f"{n:,} files of items, looked at where nothing better is left")
 
     def read(self, source: Source) -> Manifest:
-        """A tensor for each item that holds one; a file is walked to its first item that is damaged.
+        """A tensor for each item that holds one, and for each name in blobs; a file is walked to its first fault.
 
         Raises:
             NotFound: there is no such item.
         """
         tensors: list[TensorMeta] = []
         chunks: list[Chunk] = []
+        pieces: dict[str, list[_Piece]] = {}
         notes: list[str] = []
         paths = source.listing.match(f"*{SUFFIX}")
         heads = ItemHeads()
@@ -61,15 +73,23 @@ class UnnamedItemsReader(ResolvedReader):
                 tensors.append(TensorMeta(fqn, payload.dtype, payload.shape, "other", (fqn,)))
                 where = FileRange(path, placed.offset, placed.length)
                 chunks.append(Chunk(fqn, Box.whole(payload.shape), where, payload.strides, payload.flags, None))
-            if reached < nbytes:
+            blob = _blob(source, path, reached, nbytes)
+            for name, found in blob.items():
+                pieces.setdefault(name, []).append((path, reached, found))
+            if reached < nbytes and not blob:
                 notes.append(f"{path}: from byte {reached:,} of {nbytes:,} on no item can be told")
             if n_objects:
                 notes.append(f"{path}: {n_objects:,} items are objects, or tensors that only a directory can place")
+        if tensors:
+            notes.insert(0, "names, whole shapes and places stood in .metadata alone: each item is a tensor by itself")
+        if pieces:
+            notes.insert(0, _SHAPES)
+        for fqn, parts in pieces.items():
+            _add_named(fqn, parts, tensors, chunks)
         if not tensors:
             raise NotFound("no item of DCP can be read", where=source.listing.url)
         table = TensorTable.from_records(tensors)
         files = FileTable(tuple(FileEntry(path, source.listing.nbytes(path)) for path in paths))
-        notes.insert(0, "names, whole shapes and places stood in .metadata alone: each item is a tensor by itself")
         return Manifest(
             self.name, source.listing.url, table, ChunkTable.from_records(chunks, table, files), files,
             notes=tuple(notes),
@@ -109,8 +129,38 @@ def walked_items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> It
         at = end
 
 
+def _blob(source: Source, path: str, start: int, nbytes: int) -> dict[str, BlobTensor]:
+    """What the safetensors blob that begins there says; nothing where none does."""
+    try:
+        length = header_nbytes(source.store.read(path, start, min(9, nbytes - start)), nbytes - start, path)
+        return parse_blob(source.store.read(path, start, length), path)
+    except FormatError:
+        return {}
+
+
+def _add_named(fqn: str, parts: Sequence[_Piece], tensors: list[TensorMeta], chunks: list[Chunk]) -> None:
+    """One tensor of all parts that say one place each, of one type; else a tensor of each part."""
+    places = [found.saved_offsets for _, _, found in parts if found.saved_offsets is not None]
+    ndims = {len(found.shape) for _, _, found in parts} | {len(place) for place in places}
+    is_one = len(places) == len(parts) and len(ndims) == 1 and len({found.dtype for _, _, found in parts}) == 1
+    if not is_one and len(parts) > 1:
+        for each in parts:
+            _add_named(f"{each[0]}/{fqn}", [each], tensors, chunks)
+        return
+    boxes = [
+        Box(found.saved_offsets if is_one and found.saved_offsets else (0,) * len(found.shape), found.shape)
+        for _, _, found in parts
+    ]
+    ends = zip(*([o + s for o, s in zip(box.offsets, box.sizes, strict=True)] for box in boxes), strict=True)
+    path = (fqn,)
+    tensors.append(TensorMeta(fqn, parts[0][2].dtype, tuple(max(each) for each in ends), section_of(path, fqn), path))
+    for box, (file, start, found) in zip(boxes, parts, strict=True):
+        if found.length:
+            chunks.append(Chunk(fqn, box, FileRange(file, start + found.offset, found.length), None, 0, None))
+
+
 def _end(source: Source, path: str, start: int, nbytes: int) -> int | None:
-    """The byte behind the first end record from ``start`` on that ends the file or stands before another item."""
+    """The byte behind the first end record from ``start`` on that ends the file or stands before an item or a blob."""
     at = start
     while at < nbytes:
         block = source.store.read(path, at, min(_SEARCHED_NBYTES, nbytes - at))
@@ -118,13 +168,20 @@ def _end(source: Source, path: str, start: int, nbytes: int) -> int | None:
         while found >= 0 and found + _END_NBYTES <= len(block):
             comment = int.from_bytes(block[found + 20 : found + 22], "little")
             end = at + found + _END_NBYTES + comment
-            if end == nbytes or (end + 4 <= nbytes and source.store.read(path, end, 4) == _LOCAL_HEADER):
+            if end == nbytes or (
+                end + 4 <= nbytes and _begins_another(source.store.read(path, end, min(9, nbytes - end)))
+            ):
                 return end
             found = block.find(_END_RECORD, found + 1)
         if at + len(block) >= nbytes:
             return None
         at += len(block) - _END_NBYTES
     return None
+
+
+def _begins_another(head: bytes) -> bool:
+    """Whether an item or a safetensors blob begins with these bytes."""
+    return head.startswith(_LOCAL_HEADER) or (head[8:9] == b"{" and int.from_bytes(head[:8], "little") < _MAX_HEADER)
 
 
 READER = UnnamedItemsReader()

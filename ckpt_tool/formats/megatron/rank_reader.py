@@ -22,7 +22,15 @@ from ckpt_tool.formats.megatron.keys import weight_name
 from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
 from ckpt_tool.formats.megatron.nemo import CONFIG, facts_of_config
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
-from ckpt_tool.formats.megatron.rank_files import MODEL_FILE, Grid, check_ranks, grid_of, rank_folders
+from ckpt_tool.formats.megatron.rank_files import (
+    MODEL_FILE,
+    NEMO_FILE,
+    OPTIMIZER_FILE,
+    Grid,
+    check_ranks,
+    grid_of,
+    rank_folders,
+)
 from ckpt_tool.formats.megatron.rank_model import Coord, RankModel, model_chunks
 from ckpt_tool.formats.megatron.rank_optimizer import RankOptimizer, add_member, read_optimizer
 from ckpt_tool.formats.megatron.rank_whole_state import has_whole_state, without_whole_state
@@ -30,6 +38,7 @@ from ckpt_tool.formats.megatron.replicas import replica_findings
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.storage.above import folders_above
 
 __all__ = ["READER", "MegatronLegacyReader"]
 
@@ -45,7 +54,9 @@ class MegatronLegacyReader(TorchFilesReader):
     name = "megatron-legacy"
 
     def probe(self, source: Source) -> Probe:
-        """By file names; one request for a tracker."""
+        """By file names; one request for a tracker. One rank's file is known too, and refused by `read`."""
+        if _rank_alone(source) is not None:
+            return Probe(0.95, "one of several ranks' files, by the name of its folder")
         try:
             location = locate(source, _is_complete, _is_ours)
         except (FormatError, NotFound) as error:
@@ -62,10 +73,13 @@ class MegatronLegacyReader(TorchFilesReader):
         Requests: the tracker where there is one, own rules likewise, and three for each file.
 
         Raises:
-            NotFound: rank folders are missing, or the tracker's iteration.
+            NotFound: rank folders are missing, or the tracker's iteration; or one rank's file was named.
             FormatError: files contradict each other or the run's arguments.
             LayoutError: a weight is cut over ranks, and no rule says how; or a fact is missing.
         """
+        alone = _rank_alone(source)
+        if alone is not None:
+            raise alone
         location = locate(source, _is_complete, _is_ours)
         if location is None:
             raise NotFound(f"no mp_rank_*/{MODEL_FILE}", where=source.listing.url)
@@ -108,6 +122,26 @@ READER = MegatronLegacyReader()
 
 def _is_ours(path: str) -> bool:
     return "mp_rank_" in path or "tp_rank_" in path
+
+
+def _rank_alone(source: Source) -> NotFound | None:
+    """The error for one of several ranks' folders or a file in it; None where something else was named."""
+    url, entry = source.listing.url.rstrip("/"), source.listing.entry
+    files = (MODEL_FILE, NEMO_FILE, OPTIMIZER_FILE)
+    is_rank = entry in files if entry is not None else any(name in source.listing for name in files)
+    if not is_rank or not _is_ours(url.rpartition("/")[2]):
+        return None
+    for store, inner in folders_above(url):
+        folders = rank_folders(store.listing().sizes)
+        if len(folders) < 2 or all(folder.name != inner.rstrip("/") for folder in folders):
+            return None
+        return NotFound(
+            f"one {'folder' if entry is None else 'file'} of a Megatron checkpoint, not the whole: that of one of "
+            f"{len(folders):,} model-parallel ranks",
+            where=url if entry is None else f"{url}/{entry}",
+            hint=f'give the folder that holds all of them: "{store.url}"',
+        )
+    return None
 
 
 def _nemo_facts(source: Source) -> Facts:
