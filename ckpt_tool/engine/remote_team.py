@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 from ckpt_tool.engine.journal import Journal, UnitRecord
-from ckpt_tool.engine.team import Share
-from ckpt_tool.errors import CkptError, StorageError, UsageError
+from ckpt_tool.engine.team import MISFIT, Share, misfit_of, refuse_misfit
+from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.part_log import PartNotes
 from ckpt_tool.storage.part_target import PartTarget
 
@@ -124,6 +124,7 @@ class RemoteLeader(AbstractContextManager["RemoteLeader"]):
 
         Raises:
             StorageError: one has ended without being done, or did not appear within ten minutes.
+            UsageError: one has another plan, or was told of another number of processes.
         """
         names = {index: f"{self._token}-{index}" for index in range(1, self.share.count)}
         waiting = {index: _Watch(self._target.notes, name) for index, name in names.items()}
@@ -141,6 +142,8 @@ class RemoteLeader(AbstractContextManager["RemoteLeader"]):
                     for path, receipt in said["files"].items():
                         self._target.adopt(path, receipt)
                     yield _journal(self._target, index, self._fingerprint, has_digests=self._has_digests).load()
+                elif said["state"] == MISFIT:
+                    refuse_misfit(Share(index, self.share.count), where=where)
                 elif said["state"] != "at work" or silence_s > _SILENCE_S:
                     raise StorageError(f"{who} ended before its share was written", where=where, hint=_GO_ON)
             if waiting:
@@ -195,22 +198,17 @@ class RemoteMember(AbstractContextManager["RemoteMember"]):
             time.sleep(_POLL_S)
 
     def _accept(self, leader: _Watch, said: Mapping[str, Any]) -> tuple[Journal, Mapping[int, UnitRecord]]:
-        where = self._target.url
-        if said["count"] != self.share.count:
-            text = f"the first process was told of {said['count']} processes, this one of {self.share.count}"
-            raise UsageError(text, where=where)
-        if said["plan"] != self._fingerprint:
-            raise UsageError(
-                f"{self.share} has made another plan than the first one",
-                where=where,
-                hint="give all of them the same arguments, --workers and --memory too",
-            )
+        own_name = f"{said['token']}-{self.share.index}"
+        misfit = misfit_of(self.share, self._fingerprint, said, where=self._target.url)
+        if misfit is not None:
+            self._target.notes.put(own_name, json.dumps({"beat": 1, "state": MISFIT}).encode())
+            raise misfit
         self._leader = leader
         self._target.begin_from(said["begun"])
         journal = _journal(self._target, self.share.index, self._fingerprint, has_digests=self._has_digests)
         done = journal.load()
         journal.append([])  # parts that are found later are trusted because of it
-        self._pulse = _Pulse(self._target.notes, f"{said['token']}-{self.share.index}")
+        self._pulse = _Pulse(self._target.notes, own_name)
         return journal, done
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.errors import StorageError, UsageError
@@ -25,10 +26,12 @@ from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.local_target import JOURNAL_NAME
 from ckpt_tool.storage.locked_file import LockedFile, is_held
 
-__all__ = ["Leader", "Member", "Share", "records_of_processes"]
+__all__ = ["MISFIT", "Leader", "Member", "Share", "misfit_of", "records_of_processes", "refuse_misfit"]
 
 TOGETHER_NAME = "CKPT_TOGETHER"
 PROCESS_NAME = "CKPT_PROCESS"
+MISFIT = "misfit"
+"""What a process says that does not fit the first one, before it ends."""
 _POLL_S = 0.02
 _START_TIMEOUT_S = 600.0
 """How long a process waits for another one to appear."""
@@ -51,6 +54,27 @@ class Share:
         'process 1 of 4'
         """
         return f"process {self.index + 1} of {self.count}"
+
+
+def misfit_of(share: Share, fingerprint: str, said: Mapping[str, object], *, where: str) -> UsageError | None:
+    """Why a process cannot work with the first one, which has ``said`` its plan and the number of processes."""
+    if said["count"] != share.count:
+        text = f"the first process was told of {said['count']} processes, this one of {share.count}"
+        return UsageError(text, where=where)
+    if said["plan"] != fingerprint:
+        text = f"{share} has made another plan than the first one"
+        return UsageError(text, where=where, hint="give all of them the same arguments, --workers and --memory too")
+    return None
+
+
+def refuse_misfit(share: Share, *, where: str) -> NoReturn:
+    """End the first process's wait for one that has said that it does not fit.
+
+    Raises:
+        UsageError: always.
+    """
+    hint = "see what it said; give all of them the same arguments, --workers and --memory too"
+    raise UsageError(f"{share} was started in another way than this one", where=where, hint=hint)
 
 
 class Leader(AbstractContextManager["Leader"]):
@@ -86,6 +110,7 @@ class Leader(AbstractContextManager["Leader"]):
 
         Raises:
             StorageError: one has ended without being done, or did not appear within ten minutes.
+            UsageError: one has another plan, or was told of another number of processes.
         """
         waiting = dict.fromkeys(range(1, self.share.count))
         started = time.monotonic()
@@ -107,6 +132,8 @@ class Leader(AbstractContextManager["Leader"]):
                 if text == "done":
                     del waiting[index]
                     yield self._journal(f"{JOURNAL_NAME}.{self._token}.{index}").load()
+                elif text == MISFIT:
+                    refuse_misfit(Share(index, self.share.count), where=str(self._root))
                 elif not was_held:
                     raise StorageError(
                         f"{who} ended before its share was written",
@@ -157,23 +184,15 @@ class Member(AbstractContextManager["Member"]):
             time.sleep(_POLL_S)
 
     def _accept(self, path: Path, said: Mapping[str, object]) -> tuple[Journal, Mapping[int, UnitRecord]]:
-        if said["count"] != self.share.count:
-            raise UsageError(
-                f"the first process was told of {said['count']} processes, this one of {self.share.count}",
-                where=str(self._root),
-            )
-        if said["plan"] != self._fingerprint:
-            raise UsageError(
-                f"{self.share} has made another plan than the first one",
-                where=str(self._root),
-                hint="give all of them the same arguments, --workers and --memory too",
-            )
-        token = str(said["token"])
+        own_name = f"{said['token']}.{self.share.index}"
+        misfit = misfit_of(self.share, self._fingerprint, said, where=str(self._root))
+        self._file = LockedFile(self._root / f"{PROCESS_NAME}.{own_name}", "" if misfit is None else MISFIT)
+        if misfit is not None:
+            raise misfit
         self._invitation = path
-        self._file = LockedFile(self._root / f"{PROCESS_NAME}.{token}.{self.share.index}", "")
         own, base = (
             _journal(self._root / name, self._fingerprint, has_digests=self._has_digests)
-            for name in (f"{JOURNAL_NAME}.{token}.{self.share.index}", JOURNAL_NAME)
+            for name in (f"{JOURNAL_NAME}.{own_name}", JOURNAL_NAME)
         )
         return own, base.load()
 

@@ -120,10 +120,11 @@ def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, who: int, dies: str
 ) -> None:
     """Whoever is lost, the others stop, and as many processes go on with what was sent."""
-    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 60.0)
     run("alone", None)
     _, plan, layout = work(3)
     with monkeypatch.context() as patch:
+        patch.setattr(remote_team, "_START_TIMEOUT_S", 1.5)  # that others wait for one that is lost before they look
         lose(patch, units_of_files(plan, files_of(layout, Share(who, 3)) or (), {})[-1])
         if dies == "silently":
             patch.setattr(remote_team, "_SILENCE_S", 0.3)
@@ -166,9 +167,10 @@ def test_who_does_not_fit_is_told(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, share: Share, unit: int, message: str
 ) -> None:
     """Processes that were started differently do not work on one target."""
-    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 60.0)
     first, second = together([partial(run, "shared", Share(0, 2)), partial(run, "shared", share, unit=unit)])
-    assert isinstance(first, StorageError)
+    assert isinstance(first, UsageError)
+    assert "process 2 of 2 was started in another way" in str(first)
     assert isinstance(second, UsageError)
     assert message in str(second)
     assert content(bucket, "shared").keys() <= {path for path in content(bucket, "shared") if path.startswith("CKPT_")}

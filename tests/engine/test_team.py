@@ -110,10 +110,11 @@ def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: int, again: int
 ) -> None:
     """Whoever is lost, the others stop, and any number of processes goes on with what was done."""
-    monkeypatch.setattr(team, "_START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(team, "_START_TIMEOUT_S", 60.0)
     run(tmp_path / "alone", None)
     _, plan, _ = work()
     with monkeypatch.context() as patch:
+        patch.setattr(team, "_START_TIMEOUT_S", 1.5)  # that others wait for one that is lost before they look
         lose(patch, units_of(plan, Share(who, 3), {})[-1])
         results = together([partial(run, tmp_path / "shared", Share(i, 3, "first")) for i in range(3)])
     assert isinstance(results[0], StorageError)
@@ -148,10 +149,11 @@ def test_who_does_not_fit_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: Share, unit: int, message: str
 ) -> None:
     """Processes that were started differently do not work on one folder."""
-    monkeypatch.setattr(team, "_START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(team, "_START_TIMEOUT_S", 60.0)
     first, second = together(
         [lambda: run(tmp_path / "shared", Share(0, 2)), lambda: run(tmp_path / "shared", share, unit=unit)]
     )
-    assert isinstance(first, StorageError)
+    assert isinstance(first, UsageError)
+    assert "process 2 of 2 was started in another way" in str(first)
     assert isinstance(second, UsageError)
     assert message in str(second)
