@@ -173,13 +173,7 @@ class SharedFolder:
         for path, nbytes in files.items():
             self._check_file(path, nbytes)
         try:
-            made = [] if digests is None else [(_DIGESTS_NAME, digests)]
-            for path, data in (*made, *last):
-                file = self.create(path, len(data))
-                file.write([memoryview(data)])
-                file.finish()
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(self.root, MARKER_NAME))
+            self._make([*([] if digests is None else [(_DIGESTS_NAME, digests)]), *last])
             if self._durable:
                 for folder, _, _ in os.walk(self.root, topdown=False):
                     sync_folder(folder)
@@ -202,6 +196,24 @@ class SharedFolder:
     def discard(self) -> None:
         """Remove the partial folder; what cannot be removed stays a leftover."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _make(self, contents: Sequence[tuple[str, bytes]]) -> None:
+        """Small files, and no marker any more: all are written before the first is flushed, which takes the others too.
+
+        Where a journal is, each flush behind a change waits for the disk once more.
+        """
+        made: list[SharedFile] = []
+        try:
+            for path, data in contents:
+                made.append(self.create(path, len(data)))
+                made[-1].write([memoryview(data)])
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.root, MARKER_NAME))
+            for file in made:
+                file.finish()
+        finally:
+            for file in made:
+                file.abandon()
 
     def _check_file(self, path: str, nbytes: int) -> None:
         full = os.path.join(self.root, path)

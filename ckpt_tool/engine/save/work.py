@@ -41,8 +41,10 @@ class Work:
         self._is_given_up = threading.Event()
         self._is_idle = threading.Event()
         self._is_idle.set()
-        self._thread_id = 0
-        self._is_urgent = command.is_urgent
+        self._is_lowered = False
+        self._is_urgent = threading.Event()
+        if command.is_urgent:
+            self._is_urgent.set()
         self._operations: list[list[Any]] = []
 
     def write(self, structure: Structure, assigned: Assigned) -> dict[str, Any]:
@@ -103,15 +105,19 @@ class Work:
 
     def hurry(self) -> None:
         """Somebody waits: write as this process was started, where the system allows to go back to it."""
-        self._is_urgent = True
-        if self._thread_id:
-            _schedule(self._thread_id, *_USUAL)
+        self._is_urgent.set()
+        if self._is_lowered:
+            for thread in threading.enumerate():  # the one that writes first: what it starts from now on is as it is
+                if thread.native_id is not None:
+                    _schedule(thread.native_id, *_USUAL)
 
     def _lower_priority(self) -> None:
-        """Leave the processors to training while nobody waits."""
-        if not self._is_urgent:
-            self._thread_id = threading.get_native_id()
-            _schedule(self._thread_id, getattr(os, "SCHED_IDLE", None), 0)
+        """Leave the processors to training while nobody waits; threads that this one starts do as well."""
+        if not self._is_urgent.is_set():
+            _schedule(threading.get_native_id(), getattr(os, "SCHED_IDLE", None), 0)
+            self._is_lowered = True
+            if self._is_urgent.is_set():  # since a moment ago
+                self.hurry()
 
     @cached_property
     def _target(self) -> SharedTarget:
