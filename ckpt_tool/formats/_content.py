@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from ckpt_tool.formats._pickle.legacy import is_legacy
 from ckpt_tool.records import dataclass
 
 __all__ = ["HEAD_NBYTES", "Content", "content_of", "what_is"]
@@ -18,8 +19,6 @@ _LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/")
 _LFS_SIZE = re.compile(rb"^size ([0-9]{1,20})$", re.MULTILINE)
 _HTML = re.compile(rb"\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 _XML_ERROR = re.compile(rb"\s*<\?xml.{0,200}<Error>", re.DOTALL)
-# A legacy torch.save starts with a pickle of the number 0x1950a86a20f9469cfc6c (torch/serialization.py, MAGIC_NUMBER).
-_TORCH_LEGACY = re.compile(rb"\x80[\x02-\x05].{0,11}\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]+")
 
 _DOWNLOAD = "the download failed: fetch it again, with a token if the repository asks for one"
@@ -81,7 +80,7 @@ def _container(head: bytes) -> Content | None:
         if re.match(rb"PK\x03\x04.{26}[^\0]{1,200}/(?:data\.pkl|\.format_version|version|byteorder)", head, re.DOTALL):
             return Content("a torch.save file (zip)", "name it .pt or .bin; it is read without being executed")
         return Content("a zip archive", "unpack it, or name it .pt if torch.save wrote it")
-    if _TORCH_LEGACY.match(head):
+    if is_legacy(head):
         return Content("a torch.save file (the stream of torch before 1.6)", "name it .pt or .bin")
     if head[0] == 0x80 and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
         return Content("a pickle", "name it .pt or .pkl; it is read without being executed")

@@ -2,12 +2,14 @@
 
 ``deflate`` (raw), ``zlib``, ``gzip`` and ``zstd`` unpack; ``slice:OFFSET:LENGTH`` takes bytes out of what came before;
 ``shuffle:WIDTH`` puts elements together of which first bytes stand first, then second ones (HDF5's filter);
+``latin1`` is bytes as text in UTF-8, a character each (pickles up to protocol 2);
 ``blosc`` is Blosc's container, ``lz4`` a block of LZ4 behind its length (numcodecs' form), ``bz2`` and ``xz`` streams;
 ``zeros:LENGTH`` is content that is stored nowhere because all of it is zero. Knows no container and no store.
 """
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 import zlib
@@ -28,7 +30,7 @@ MAX_LZ4_RATIO = 256
 _MAX_WHOLE_BYTES = 1 << 30
 """Of content that can only be decoded at once."""
 _STEP = re.compile(
-    r"deflate|zlib|gzip|zstd|blosc|lz4|bz2|xz|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}|shuffle:[0-9]{1,4}"
+    r"deflate|zlib|gzip|zstd|blosc|lz4|bz2|xz|latin1|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}|shuffle:[0-9]{1,4}"
 )
 _DEFLATED = re.compile(r"deflate|zlib|gzip")
 
@@ -90,6 +92,8 @@ def _step_blocks(source: Readable, step: str, where: str) -> Iterator[bytes]:
         return _slice(source, int(numbers[0]), int(numbers[1]), where)
     if name == "shuffle":
         return _unshuffled(source, int(numbers[0]), where)
+    if name == "latin1":
+        return _latin1(source, where)
     if name == "blosc":
         from ckpt_tool.storage.blosc import blosc_blocks  # numpy and pyarrow, for such files only
 
@@ -168,6 +172,16 @@ def _lz4(source: Readable, where: str) -> Iterator[bytes]:
     if len(content) < 4 or nbytes > min(_MAX_WHOLE_BYTES, len(content) * MAX_LZ4_RATIO):
         raise FormatError(f"{len(content):,} bytes of LZ4 that say they hold {nbytes:,}", where=where)
     yield unpacked_block(content[4:], "lz4_raw", nbytes, where)
+
+
+def _latin1(source: Readable, where: str) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        while piece := source.read(BLOCK_BYTES):
+            yield decoder.decode(piece).encode("latin-1")
+        decoder.decode(b"", final=True)
+    except UnicodeError as error:
+        raise FormatError(f"not bytes that stand as text: {error}", where=where) from error
 
 
 def _streamed(source: Readable, name: str, where: str) -> Iterator[bytes]:

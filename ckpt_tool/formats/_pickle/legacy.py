@@ -7,6 +7,7 @@ files: bytes come from ``read(offset, length)``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,10 @@ from ckpt_tool.records import dataclass
 __all__ = ["LegacyFile", "is_legacy", "is_legacy_tar", "read_legacy"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-_MAGIC_PICKLE = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # LONG1, behind the protocol's two bytes
+# The magic number as each protocol pickles it: decimal text in 0 and 1, LONG1 from 2 on, in a frame from 4 on.
+_MAGIC_PICKLE = re.compile(
+    rb"(?s:L119547037146038801333356L?\n\.|\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.)"
+)
 _PROTOCOL_VERSION = 1001
 _FIRST_READ_BYTES = 1 << 20
 _MAX_PICKLE_BYTES = 4 << 30
@@ -35,11 +39,15 @@ class LegacyFile:
     storages: dict[str, tuple[int, int]]
     """Storage key -> byte offset and length of its elements in the stream."""
     is_little_endian: bool
+    pickle: bytes
+    """The bytes of the saved object's pickle."""
+    pickle_offset: int
+    """Where that lies in the stream."""
 
 
 def is_legacy(head: bytes) -> bool:
-    """True when ``head``, the first 14 bytes or more, begins a legacy stream."""
-    return head[:1] == b"\x80" and head[2:14] == _MAGIC_PICKLE
+    """True when ``head``, the first 28 bytes or more, begins a legacy stream of any pickle protocol."""
+    return _MAGIC_PICKLE.match(head) is not None
 
 
 def is_legacy_tar(head: bytes) -> bool:
@@ -72,7 +80,7 @@ def read_legacy(read: Callable[[int, int], bytes], nbytes: int, *, where: str, i
     if last is not None:
         _check_count(read, known[last], places[last][0] - 8, where)
     is_little = not isinstance(info, dict) or info.get("little_endian") is not False
-    return LegacyFile(root, places, is_little)
+    return LegacyFile(root, places, is_little, head[starts[3] : starts[4]], starts[3])
 
 
 def _pickles(read: Callable[[int, int], bytes], nbytes: int, where: str) -> tuple[bytes, list[int]]:

@@ -5,6 +5,7 @@ Signatures: ``torch/_utils.py`` and ``torch/_tensor.py`` of torch 2.13, which st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,14 +30,21 @@ __all__ = ["REBUILDERS", "storage_from_id"]
 _UNTYPED = frozenset({"UntypedStorage", "_UntypedStorage"})
 _MAX_NUMEL = 1 << 62
 _INTEGERS = frozenset({int})
+_PACKED = frozenset({"quint4x2", "quint2x4"})
+# Protocol 0 writes a persistent id as its repr, which torch.load itself cannot take apart.
+_ID_AS_TEXT = re.compile(
+    r"\('storage', <class 'torch\.(?:\w+\.)*(\w{1,40})'>, '([^'\\]{1,200})', '([^'\\]{1,200})', (\d{1,18})(?:, None)?\)"
+)
 
 
 def storage_from_id(persistent_id: object) -> StorageRef:
     """The storage that torch's persistent id ``('storage', class, key, location, numel[, view])`` names.
 
     Raises:
-        FormatError: not such a tuple, or not of plausible parts.
+        FormatError: not such a tuple, nor its text, or not of plausible parts.
     """
+    if isinstance(persistent_id, str) and (said := _ID_AS_TEXT.fullmatch(persistent_id)) is not None:
+        persistent_id = ("storage", Global("torch", said[1]), said[2], said[3], int(said[4]))
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
         raise FormatError("a persistent id that names no storage")
     _, cls, key, location, numel, *rest = persistent_id
@@ -75,6 +83,20 @@ def _strided(storage: object, offset: Any, shape: object, strides: object, dtype
     steps = tuple(_lengths(strides))
     check_extent(storage, actual, offset, sizes, steps)
     return TensorRef(storage, offset, sizes, steps, actual)
+
+
+def _npu_tensor(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    requires_grad: object,
+    hooks: object,
+    npu_format: object,
+) -> Any:
+    """Of Ascend's torch_npu (``torch_npu/utils/storage.py``): plain bytes; the format is that on the device."""
+    del hooks, npu_format
+    return _with_flags(_strided(storage, offset, shape, strides), requires_grad, None)
 
 
 def _with_flags(tensor: TensorRef, requires_grad: object, metadata: object) -> TensorRef:
@@ -190,6 +212,8 @@ def _quantized(
     del hooks
     if not isinstance(parameters, tuple) or len(parameters) not in (3, 4) or not isinstance(parameters[0], Global):
         return None
+    if isinstance(storage, StorageRef) and storage.dtype is not None and storage.dtype.name in _PACKED:
+        return None  # several elements a byte: strides say nothing about where one lies
     tensor = _with_flags(_strided(storage, offset, shape, strides), requires_grad, None)
     axis = parameters[3] if len(parameters) == 4 else None
     if axis is not None and (type(axis) is not int or not 0 <= axis < len(tensor.shape)):
@@ -227,4 +251,5 @@ REBUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_xla_tensor": _from_numpy,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
     "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch_npu.utils.storage._rebuild_npu_tensor": _npu_tensor,
 }

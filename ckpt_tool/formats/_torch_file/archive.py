@@ -15,6 +15,7 @@ from ckpt_tool.formats._content import content_of
 from ckpt_tool.formats._pickle.legacy import is_legacy, is_legacy_tar, read_legacy
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.formats._torch_file.inline import inline_places
 from ckpt_tool.formats._torch_file.rows import StoragePlace
 from ckpt_tool.formats._torch_file.salvage import salvage_text, storage_sizes
 from ckpt_tool.formats._zip.directory import (
@@ -115,6 +116,8 @@ def _open_legacy(source: Source, path: str, nbytes: int) -> TorchFile:
     )
     entry = FileEntry(path, nbytes)
     places = {key: StoragePlace(key, entry, offset, length) for key, (offset, length) in legacy.storages.items()}
+    part = FileRange(path, legacy.pickle_offset, len(legacy.pickle))
+    places |= {place.key: place for place in inline_places(legacy.root, legacy.pickle, entry, part)}
     return TorchFile(path, "legacy", legacy.root, places, not legacy.is_little_endian, None)
 
 
@@ -156,10 +159,14 @@ def _open_zip(source: Source, path: str, nbytes: int) -> TorchFile:
     if order is not None and 0 <= order.header_offset - end <= _MAX_JOINED_GAP_NBYTES:
         end = order.next_offset
     read(pickle.header_offset, end - pickle.header_offset)  # kept: the members below come out of it
-    root = load_pickle(read_member(read, pickle, where=path), where=f"{path}:{pickle.name}")
+    data = read_member(read, pickle, where=path)
+    root = load_pickle(data, where=f"{path}:{pickle.name}")
     big_endian = is_big_endian(read, directory, where=path)
     entry = FileEntry(path, nbytes)
     places = {key: _place(read, member, key, entry) for key, member in storage_members(directory).items()}
+    part = FileRange(path, payload_offset(read, pickle, where=path), pickle.compressed_nbytes)
+    inline = inline_places(root, data, entry, part, None if pickle.is_stored else "deflate")
+    places |= {place.key: place for place in inline}
     if source.is_salvage:  # what was cut off lies beyond the end, so that its tensors are told as lost
         lost = {s.key: s.nbytes for s in storages(root) if s.key not in places}
         places |= {key: StoragePlace(key, entry, nbytes, size) for key, size in lost.items()}

@@ -8,6 +8,7 @@ tuple of betas, a random state and a ``Namespace`` of arguments are one value ea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -17,15 +18,18 @@ from ckpt_tool.formats._pickle.tensors import (
     MetaTensorRef,
     QuantizedTensorRef,
     SparseTensorRef,
+    StorageRef,
     TensorRef,
     WrapperRef,
 )
-from ckpt_tool.formats._pickle.walk import MAX_VALUES, plain, walk
+from ckpt_tool.formats._pickle.walk import MAX_VALUES, plain, storages, walk
+from ckpt_tool.formats._torch_file.inline import tensor_of_array, tensor_of_storage
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["Entries", "Entry", "entries_of"]
 
+_SHOWN = 8
 _MODULE_KEYS = ("_parameters", "_buffers", "_modules")
 # Parts that are shared are walked once for each way to them: so many times the object's own size at most.
 _MAX_SHARING = 8
@@ -38,6 +42,7 @@ _COMPRESSED_PARTS = {
     "sparse_csc": ("ccol_indices", "row_indices", "values"),
     "sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
+_LEAVES = (TensorRef, WrapperRef, InlineTensorRef, MetaTensorRef, StorageRef)
 _NESTED_PARTS = ("values", "sizes", "strides", "offsets")
 
 
@@ -66,6 +71,8 @@ class Entries:
     """Tensors that are kept in parts or left out, and names that collide."""
     int_keyed: list[str] = field(default_factory=list)
     """Dotted names of dicts with integer keys, which a path cannot tell from lists."""
+    attributes: dict[str | int, None] = field(default_factory=dict)
+    """Names of Python attributes of tensors that are left out."""
 
 
 def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
@@ -74,6 +81,7 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
     Sparse, quantized and nested tensors, and wrappers other than DTensor and ShardedTensor, become their parts
     (``weight.indices``, ``weight.values``). Objects of unknown classes become their attributes; of a pickled module
     only parameters, buffers and submodules are taken, under the names that its ``state_dict`` would give them.
+    Python attributes of a tensor are entries where tensors are among them (``weight.quant_state.absmax``).
 
     Args:
         root: what ``load_pickle`` returned.
@@ -83,11 +91,9 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
         FormatError: the object spells out more values than any checkpoint has.
     """
     found = Entries()
-    holders, n_edges = _holders(root)
-    max_values = min(_MIN_VALUES + _MAX_SHARING * n_edges, MAX_VALUES)
     classes: dict[str, None] = {}
     taken: set[str] = set()
-    for path, value in _walk(root, prefix, holders, found, classes, max_values):
+    for path, value in _walk(root, prefix, found, classes, ()):
         name = ".".join(map(str, path)) or "value"
         fqn, count = name, 1
         while fqn in taken:
@@ -97,15 +103,20 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
         if fqn != name:
             found.notes.append(f"{name!r} is the name of more than one entry; keys {list(path)} are called {fqn!r}")
         found.items.append(Entry(fqn, path, value))
+    if found.attributes:
+        names = ", ".join(map(str, list(found.attributes)[:_SHOWN]))
+        found.notes.append(f"Python attributes of tensors are left out: {names}")
     if classes:
         found.notes.append(f"pickled objects of {', '.join(classes)}: their tensors are read, their code is not here")
     return found
 
 
 def _walk(
-    root: Any, prefix: KeyPath, holders: set[int], found: Entries, classes: dict[str, None], max_values: int
+    root: Any, prefix: KeyPath, found: Entries, classes: dict[str, None], inside: tuple[int, ...]
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Entries in order; notes on the way."""
+    """Entries in order; notes on the way. ``inside`` are tensors whose attributes lead to ``root``."""
+    holders, n_edges = _holders(root)
+    max_values = min(_MIN_VALUES + _MAX_SHARING * n_edges, MAX_VALUES)
 
     def parts_of(path: KeyPath, value: Any) -> list[tuple[str | int, Any]] | None:
         if not _is_entered(value, holders):
@@ -118,11 +129,37 @@ def _walk(
         return _children(value)
 
     for path, value in walk(root, parts_of, prefix=prefix, max_values=max_values):
+        name = ".".join(map(str, path))
         if isinstance(value, MetaTensorRef):
-            name = ".".join(map(str, path))
             found.notes.append(f"{name!r} is a meta tensor {list(value.shape)} without data; it is left out")
+        elif isinstance(value, StorageRef):
+            found.notes.append(f"{name!r} is a storage, kept as a tensor of one dimension")
+            yield path, tensor_of_storage(value)
+        elif isinstance(value, InlineTensorRef):
+            yield path, tensor_of_array(value) or value
+        elif isinstance(value, TensorRef) and value.attributes is not None and id(value) not in inside:
+            yield path, replace(value, attributes=None)
+            yield from _attributes(path, value, found, classes, inside)
         else:
             yield path, value
+
+
+def _attributes(
+    path: KeyPath, tensor: TensorRef, found: Entries, classes: dict[str, None], inside: tuple[int, ...]
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Entries of the Python attributes of a tensor, beside it, if tensors are among them; else a note at most."""
+    states = tensor.attributes if isinstance(tensor.attributes, tuple) else (tensor.attributes,)
+    named = [(_label(key), item) for state in states if isinstance(state, dict) for key, item in state.items()]
+    if not named:
+        return
+    name = ".".join(map(str, path))
+    if not storages([item for _, item in named]):
+        found.attributes.update((key, None) for key, _ in named)
+        return
+    found.notes.append(f"{name!r} has attributes with tensors among them, which stand beside it")
+    for key, item in named:
+        beside = (*path[:-1], f"{path[-1]}.{key}") if path else (f"value.{key}",)
+        yield from _walk(item, beside, found, classes, (*inside, id(tensor)))
 
 
 def _is_entered(value: Any, holders: set[int]) -> bool:
@@ -155,13 +192,18 @@ def _children(value: Any) -> list[tuple[str | int, Any]]:
 def _stub_children(stub: Stub) -> list[tuple[str | int, Any]]:
     if stub.cls.last == "_rebuild_nested_tensor":
         return list(zip(_NESTED_PARTS, stub.args, strict=False))
-    states = [s for s in (stub.state if isinstance(stub.state, tuple) else (stub.state,)) if isinstance(s, dict)]
+    state = stub.state
+    is_pair = isinstance(state, tuple) and len(state) == 2 and all(part is None or type(part) is dict for part in state)
+    states = [part for part in (state if is_pair else (state,)) if isinstance(part, dict)]
     if states and all(isinstance(states[0].get(key), dict) for key in _MODULE_KEYS):
         parts = chain.from_iterable(states[0][key].items() for key in _MODULE_KEYS)
         return [(_label(key), item) for key, item in parts if item is not None]
     named = [(_label(key), item) for state in states for key, item in state.items()]
     stored = [(_label(key), item) for key, item in stub.entries]
-    return [*enumerate(stub.args), *named, *stored, *enumerate(stub.items)]
+    # A list's own positions are those of what was appended (deque: arguments and items).
+    args = [("args", stub.args)] if stub.args and stub.items else list(enumerate(stub.args))
+    other = [] if state is None or states or is_pair else [("state", state)]
+    return [*args, *named, *other, *stored, *enumerate(stub.items)]
 
 
 def _note(value: Any, classes: dict[str, None]) -> str | None:
@@ -169,7 +211,8 @@ def _note(value: Any, classes: dict[str, None]) -> str | None:
     if isinstance(value, SparseTensorRef):
         return f"is a {value.layout} tensor {list(value.shape)}, kept as its index and value tensors"
     if isinstance(value, QuantizedTensorRef):
-        return f"is quantized ({value.scheme}): its values are integers, scale and zero point stand beside them"
+        axis = "" if value.axis is None else f", axis {value.axis}"
+        return f"is quantized ({value.scheme}{axis}): its values are integers, scale and zero point stand beside them"
     if isinstance(value, WrapperRef):
         return f"is a {value.cls.qualified} {list(value.shape)}, kept as the tensors inside it"
     if isinstance(value, Stub) and value.cls.last == "_rebuild_nested_tensor":
@@ -199,7 +242,7 @@ def _holders(root: Any) -> tuple[set[int], int]:
         value = waiting.pop()
         children = _children(value)
         n_edges += len(children)
-        if isinstance(value, (TensorRef, WrapperRef, InlineTensorRef, MetaTensorRef)) and not children:
+        if isinstance(value, _LEAVES) and not children:
             tensors.append(id(value))
         for _, child in children:
             if isinstance(child, (str, bytes, int, float, type(None))):

@@ -99,8 +99,11 @@ def plain_zips(manifest: Manifest) -> list[FileEntry]:
     plain = [entry for entry in manifest.files if entry.codec is None and entry.path not in legacy]
     found = {entry.path: entry for entry in plain if not entry.path.endswith(".safetensors")}
     for entry in manifest.files:
-        if entry.codec is not None and entry.part is not None and entry.path.startswith(f"{entry.part.path}!"):
-            found.setdefault(entry.part.path, FileEntry(entry.part.path, -1))
+        part = entry.part
+        if entry.codec is None or part is None or part.path in legacy:
+            continue
+        if entry.path.startswith(f"{part.path}!"):
+            found.setdefault(part.path, FileEntry(part.path, -1))
     return list(found.values())
 
 

@@ -100,7 +100,7 @@ def _check_contents(request: WriteRequest) -> None:
         names = ", ".join(repr(b.fqn) for b in request.blobs[:3])
         raise Unsupported(
             f"safetensors holds tensors only, and there are {counted(len(request.blobs), 'other object')}: {names}",
-            hint="leave them out with --exclude, or choose --to rank-files, which keeps them",
+            hint="leave them out with --exclude, or choose --to torch-save, which keeps them",
         )
     refused: dict[str, str] = {}
     for row, dtype in enumerate(request.tensors.dtypes):
@@ -114,7 +114,7 @@ def _check_contents(request: WriteRequest) -> None:
         listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
         raise Unsupported(
             f"safetensors has no such type: {listed}; {counted(count, 'tensor')} in all",
-            hint="cast them with --dtype, leave them out with --exclude, or choose --to rank-files",
+            hint="cast them with --dtype, leave them out with --exclude, or choose --to torch-save",
         )
 
 
