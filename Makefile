@@ -84,8 +84,8 @@ test-orbax: $(INSTALLED) $(if $(CKPT_PEER_ORBAX),,$(ORBAX))
 
 # Each variable names the python of an environment with that library, as the head of the test file says:
 #   CKPT_PEER_BYTECHECKPOINT, CKPT_PEER_DEEPSPEED, CKPT_PEER_GGUF, CKPT_PEER_LIGHTNING, CKPT_PEER_MEGATRON,
-#   CKPT_PEER_ORBAX, CKPT_PEER_RAY, CKPT_PEER_TORCH24, CKPT_PEER_TORCH_CHECKPOINTING, CKPT_PEER_TORCHSNAPSHOT,
-#   CKPT_PEER_TRANSFORMERS, CKPT_PEER_VESCALE.
+#   CKPT_PEER_NANOTRON, CKPT_PEER_ORBAX, CKPT_PEER_RAY, CKPT_PEER_TORCH24, CKPT_PEER_TORCH_CHECKPOINTING,
+#   CKPT_PEER_TORCHSNAPSHOT, CKPT_PEER_TRANSFORMERS, CKPT_PEER_VESCALE.
 # CKPT_PEER_MEGATRON_012 names a folder, that of megatron-core 0.12.3. What Megatron loads of its own formats is for
 # test-megatron, for it takes an hour.
 PEER_TESTS = $(strip \
@@ -96,6 +96,7 @@ PEER_TESTS = $(strip \
   $(if $(CKPT_PEER_MEGATRON),tests/consumers/test_megatron_live.py) \
   $(if $(and $(CKPT_PEER_MEGATRON),$(CKPT_PEER_TRANSFORMERS)),tests/consumers/test_megatron_models.py) \
   $(if $(and $(CKPT_PEER_MEGATRON),$(CKPT_PEER_MEGATRON_012)),tests/formats/megatron/test_target_versions.py) \
+  $(if $(CKPT_PEER_NANOTRON),tests/consumers/test_nanotron.py) \
   $(if $(CKPT_PEER_ORBAX),tests/consumers/test_orbax.py) \
   $(if $(CKPT_PEER_RAY),tests/consumers/test_ray.py) \
   $(if $(CKPT_PEER_TORCH24),tests/consumers/test_peers.py::test_torch_2_4) \

@@ -2,8 +2,8 @@
 
 Every file of a parameter records where its part belongs. Optimizer files have no such record: the parts are those of
 the same parameter and tensor-parallel rank, and with ZeRO a data-parallel rank has a range of the part's elements in
-row-major order, which ``optimizer_config.json`` tells. Source: nanotron ``serialize/`` (0.4) and
-``optim/zero.py``; the library was not run for this, it needs GPUs.
+row-major order, which ``optimizer_config.json`` tells, or the rule by which they are cut. Source: nanotron 0.4,
+``serialize/`` and ``optim/zero.py``.
 """
 
 from __future__ import annotations
@@ -271,12 +271,18 @@ class _Building:
 
 
 def _range(config: Mapping[str, Any], file: OptimizerFile, name: str, numel: int, where: str) -> tuple[int, int]:
-    """Which elements of a part a data-parallel rank has; all without ZeRO."""
+    """Which elements of a part a data-parallel rank has; all without ZeRO.
+
+    The first rank tells the ranges of its own pipeline stage; other stages cut by the same rule.
+    """
     if file.dp is None:
         return 0, numel
     try:
-        ranges = config["configs"]["param_name_to_dp_rank_offsets"][name]
-        low, high = (int(number) for number in ranges[str(file.dp)])
+        known = config["configs"]["param_name_to_dp_rank_offsets"]
+        if file.pp > 0 and name not in known:
+            low, high = (rank * (numel // file.n_dp) + min(rank, numel % file.n_dp) for rank in (file.dp, file.dp + 1))
+        else:
+            low, high = (int(number) for number in known[name][str(file.dp)])
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{_CONFIG} has no range of data rank {file.dp}: {error!r}"[:200], where=where) from error
     if not 0 <= low <= high <= numel:

@@ -1,7 +1,7 @@
 """Where a rank's part of a parameter belongs: pairs of slices, of the part and of the whole.
 
 A fused parameter (queries, keys and values; gate and up) has several pairs. Source: nanotron ``parallel/parameters.py``
-(``SlicesPair``) and ``serialize/metadata.py`` (versions 1.3 to 1.5). Reads nothing.
+(``SlicesPair``) and ``serialize/metadata.py`` (versions 1.2 to 1.5). Reads nothing.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def parse_part(metadata: Mapping[str, str], local_shape: tuple[int, ...], where:
 
     Raises:
         FormatError: slices that do not fit the part or the whole.
-        Unsupported: files of versions before 1.3, which do not describe it.
+        Unsupported: files of versions before 1.3 that do not describe it.
     """
     text, shape_text = metadata.get("local_global_slices_pairs"), metadata.get("unsharded_shape")
     if text is None or shape_text is None:
         raise Unsupported(
-            "no local_global_slices_pairs: nanotron's versions before 1.3 do not record where a part belongs",
+            "no local_global_slices_pairs: nanotron's versions before 1.3 need not record where a part belongs",
             where=where,
             hint="save it again with a newer nanotron",
         )

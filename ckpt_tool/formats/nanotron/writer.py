@@ -24,7 +24,8 @@ from ckpt_tool.manifest.model import FileEntry
 
 __all__ = ["WRITER", "NanotronWriter"]
 
-_VERSION = "1.5"
+_VERSION = "1.2"
+"""That of the one published release, which refuses newer ones; parameters are described alike up to 1.5."""
 # As nanotron's models call what its tensor-parallel layers have, and what its other layers have.
 _CUT = re.compile(
     r"\.(?:token_embedding|lm_head(?:\.pp_block)?|[qkv]_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj)"

@@ -16,11 +16,12 @@ from ckpt_tool.errors import CkptError, FormatError, Unsupported
 from ckpt_tool.formats.nanotron.reader import READER
 from ckpt_tool.formats.nanotron.slices import parse_part
 from ckpt_tool.geometry.box import Box
-from tests.formats.conformance import Case, ReaderTests, truth_of
-from tests.formats.zoo import CHECKPOINTS, case
+from tests.formats.conformance import FIXTURES, Case, ReaderTests, truth_of
+from tests.formats.zoo import CHECKPOINTS, case, extracted
 from tests.reports.made import as_bytes
 
 EXTRA = Path(os.environ.get("CKPT_EXTRA_FIXTURES", "nowhere")) / "deepspeed/nanotron_tp2_dp2_z1"
+REAL = extracted(FIXTURES / "nanotron/checkpoints.tar.xz") / "tp2_pp2_dp3"
 SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32": "fp32_param"}
 
 
@@ -31,7 +32,7 @@ def ours(name: str) -> str:
 
 
 class TestNanotron(ReaderTests):
-    """Fused parameters over two ranks with ZeRO, one rank without, by the run and by the step."""
+    """Fused parameters over two ranks with ZeRO, one rank without, by the run and by the step; two stages' ZeRO."""
 
     reader = READER
     reader_import = "ckpt_tool.formats.nanotron.reader:READER"
@@ -39,6 +40,7 @@ class TestNanotron(ReaderTests):
         case("nanotron_tp2_dp2", max_read_requests=30),
         case("nanotron_tp2_dp2", "ckpt/3", max_read_requests=30),
         case("nanotron_plain", max_read_requests=14),
+        Case("real", REAL / "ckpt", truth_of(REAL), without_truth=("*.step",), max_read_requests=64),
         *(
             [Case("extra", EXTRA / "ckpt", truth_of(EXTRA, ours), without_truth=("*.step",), max_read_requests=50)]
             if EXTRA.is_dir()
@@ -62,6 +64,19 @@ def test_a_reshard_of_it(tmp_path: Path) -> None:
     source = CHECKPOINTS / "nanotron_tp2_dp2/ckpt"
     reshard(source, tmp_path / "dcp", dp=3, default="replicate", rank_state="drop", durable=False)
     assert as_bytes(tmp_path / "dcp") == as_bytes(source)
+
+
+def test_ranges_of_later_stages(tmp_path: Path) -> None:
+    """The library tells those of the first stage alone: without a range there, nothing is worked out."""
+    folder = shutil.copytree(REAL / "ckpt", tmp_path / "ckpt")
+    path = folder / "optimizer/optimizer_config.json"
+    sound = json.loads(path.read_text())
+    ranges = sound["configs"]["param_name_to_dp_rank_offsets"]
+    assert not any("final_layer_norm" in name for name in ranges)
+    del ranges["model.decoder.0.pp_block.input_layernorm.weight"]
+    path.write_text(json.dumps(sound))
+    with pytest.raises(FormatError, match="no range of data rank"):
+        open_checkpoint(folder)
 
 
 def test_a_missing_part_is_found(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """nanotron's layout, written: read back here, and as its public source loads parameters on one rank and on several.
 
-The library itself needs GPUs and was not run; what stands here for its loader follows ``serialize/weights.py`` (0.4).
+What stands here for its loader follows ``serialize/weights.py`` (0.4); the library itself loads it in
+``tests/consumers/test_nanotron.py``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def loaded_whole(folder: Path, fqn: str, n_tp: int) -> torch.Tensor:
         with safe_open(path, "pt") as file:
             said, part = file.metadata(), file.get_tensor("data")
         assert set(said) == {"version", "local_global_slices_pairs", "unsharded_shape"}
+        assert said["version"] == "1.2"  # nanotron 0.4, the one release, refuses what is newer
         shape = [int(size) for size in said["unsharded_shape"].strip("()").split(",") if size]
         whole = torch.full(shape, torch.nan, dtype=part.dtype) if whole is None else whole
         for pair in said["local_global_slices_pairs"].split(";"):
