@@ -12,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.engine.landing import Landing
+from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
-from ckpt_tool.plan.model import Plan
+from ckpt_tool.plan.build import plan_reads
+from ckpt_tool.plan.model import Pieces, Plan, Tiles
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
-__all__ = ["DirectReads", "batches", "find_direct", "read_direct"]
+__all__ = ["DirectReads", "batches", "find_direct", "find_direct_boxes", "read_direct"]
+
+_PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,11 @@ class DirectReads:
     def __len__(self) -> int:
         """Number of reads."""
         return len(self.length)
+
+    def __add__(self, other: DirectReads) -> DirectReads:
+        """Both, one after the other."""
+        columns = ("path", "file_offset", "landing", "landing_offset", "length")
+        return DirectReads(*(getattr(self, name) + getattr(other, name) for name in columns))
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +61,37 @@ def batches(nbytes: npt.ArrayLike, limit: int) -> list[range]:
     return [range(low, high) for low, high in pairwise([*starts, len(ends)])]
 
 
+def find_direct_boxes(
+    source: Manifest, boxes: IntArray, landings: Mapping[int, Landing], *, max_read_bytes: int
+) -> tuple[DirectReads, npt.NDArray[np.bool_]]:
+    """What can be read directly of ``boxes``, `landing.box_rows` whose first are the landings; and of which all can.
+
+    A box is direct when its memory is one run of bytes of the same element type, and what is stored of it are runs that
+    need no change. Such a box needs no plan of tiles, which is most of what planning costs where nothing is cut anew.
+
+    Raises:
+        CoverageError: the source's chunks overlap, or leave a hole in such a box.
+        Unsupported: a tensor of elements narrower than a byte is cut.
+    """
+    width = (boxes.shape[1] - 1) // 2
+    nbytes = np.prod(boxes[:, 1 + width :], axis=1) * source.tensors.bits[boxes[:, 0]] // 8
+    is_direct = _are_plain(source, len(boxes), landings) & (nbytes > 0)
+    at = np.flatnonzero(is_direct)
+    tensor, offsets, sizes = boxes[at, 0], boxes[at, 1 : 1 + width], boxes[at, 1 + width :]
+    reads = plan_reads(source, Tiles(tensor, offsets, sizes, nbytes[at], np.array([0, len(at)], dtype=np.int64)))
+    is_direct[at[reads.tile[_are_odd(source, reads)]]] = False
+    rows = np.flatnonzero(is_direct[at[reads.tile]])
+    parts = -(-reads.length[rows] // _PART_BYTES)  # as tiles would be cut, for reads that end now and then
+    start = (np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)) * _PART_BYTES
+    rows = np.repeat(rows, parts)
+    length = np.minimum(reads.length[rows] - start, _PART_BYTES)
+    found = _in_file_order(
+        source, reads.file[rows], reads.file_offset[rows] + start, at[reads.tile[rows]],
+        reads.tile_offset[rows] + start, length, max_read_bytes,
+    )  # fmt: skip
+    return found, is_direct
+
+
 def find_direct(
     plan: Plan, landings: Mapping[int, Landing], candidates: IntArray, *, max_read_bytes: int
 ) -> tuple[DirectReads, IntArray]:
@@ -62,18 +102,13 @@ def find_direct(
     one read, up to ``max_read_bytes``.
     """
     writes, reads, tiles = plan.writes, plan.reads, plan.tiles
-    is_plain = np.zeros(len(plan.target.chunks), dtype=bool)
-    dtypes = plan.source.tensors.dtypes
-    for number, landing in landings.items():
-        array = landing.memory.array
-        is_plain[number] = array is not None and array.flags.c_contiguous and landing.dtype == dtypes[landing.tensor]
+    is_plain = _are_plain(plan.source, len(plan.target.chunks), landings)
     n_writes = np.bincount(writes.tile, minlength=len(tiles))
     is_whole = np.prod(writes.sizes, axis=1) == np.prod(tiles.sizes, axis=1)[writes.tile]
     is_good = (n_writes[writes.tile] == 1) & is_whole & writes.is_contiguous & is_plain[writes.chunk]
     write_of_tile = np.full(len(tiles), -1, dtype=np.int64)
     write_of_tile[writes.tile[is_good]] = np.flatnonzero(is_good)
-    is_odd = ~(reads.is_contiguous & reads.is_packed_in_tile) | (plan.source.chunks.flags[reads.chunk] != 0)
-    write_of_tile[reads.tile[is_odd]] = -1
+    write_of_tile[reads.tile[_are_odd(plan.source, reads)]] = -1
     is_direct = np.zeros(len(tiles), dtype=bool)
     is_direct[candidates] = write_of_tile[candidates] >= 0
 
@@ -81,13 +116,37 @@ def find_direct(
     write = write_of_tile[reads.tile[rows]]
     landing_of_row = writes.chunk[write]
     at = writes.file_offset[write] - plan.target.chunks.offset[landing_of_row] + reads.tile_offset[rows]
-    merged = _merged(
-        reads.file[rows].astype(np.int64), reads.file_offset[rows], landing_of_row, at, reads.length[rows],
-        max_read_bytes,
-    )  # fmt: skip
-    paths = plan.source.files.paths
-    file, *others = (column.tolist() for column in merged)
-    return DirectReads(tuple(paths[each] for each in file), *map(tuple, others)), candidates[~is_direct[candidates]]
+    found = _in_file_order(
+        plan.source, reads.file[rows], reads.file_offset[rows], landing_of_row, at, reads.length[rows], max_read_bytes
+    )
+    return found, candidates[~is_direct[candidates]]
+
+
+def _are_plain(source: Manifest, n: int, landings: Mapping[int, Landing]) -> npt.NDArray[np.bool_]:
+    """bool[n]: landings whose memory is one run of bytes, of the type that is stored."""
+    is_plain = np.zeros(n, dtype=bool)
+    dtypes = source.tensors.dtypes
+    for number, landing in landings.items():
+        array = landing.memory.array
+        is_plain[number] = array is not None and array.flags.c_contiguous and landing.dtype == dtypes[landing.tensor]
+    return is_plain
+
+
+def _are_odd(source: Manifest, reads: Pieces) -> npt.NDArray[np.bool_]:
+    """bool[m]: pieces that are no run of their file, or of their tile, or whose bits change on the way."""
+    are_odd: npt.NDArray[np.bool_] = source.chunks.flags[reads.chunk] != 0
+    are_odd |= ~(reads.is_contiguous & reads.is_packed_in_tile)
+    return are_odd
+
+
+def _in_file_order(
+    source: Manifest, file: npt.NDArray[np.int32], offset: IntArray, landing: IntArray, at: IntArray, length: IntArray,
+    max_read_bytes: int,
+) -> DirectReads:  # fmt: skip
+    merged = _merged(file.astype(np.int64), offset, landing, at, length, max_read_bytes)
+    paths = source.files.paths
+    file_of_read, *others = (column.tolist() for column in merged)
+    return DirectReads(tuple([paths[each] for each in file_of_read]), *map(tuple, others))
 
 
 def _merged(

@@ -12,38 +12,43 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.engine.direct import DirectReads, batches, find_direct, read_direct
+from ckpt_tool.engine.direct import DirectReads, batches, find_direct, find_direct_boxes, read_direct
 from ckpt_tool.engine.journal import UnitRecord
-from ckpt_tool.engine.landing import Filler, Landing, Places
+from ckpt_tool.engine.landing import Filler, Landing, Places, rank_manifest
 from ckpt_tool.engine.pool import run_units
+from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.plan.build import PlanLimits, make_plan
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
-__all__ = ["OwnReads", "plan_own_reads", "run_own_reads"]
+__all__ = ["OwnReads", "plan_own_boxes", "plan_own_reads", "run_own_reads"]
 
 _UNIT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class OwnReads:
-    """Some tiles of a plan, all of whose pieces are this rank's."""
+    """Some boxes, or tiles of a plan, all of whose pieces are this rank's."""
 
-    plan: Plan
+    plan: Plan | None
+    """None where all is direct."""
     direct: DirectReads
     tiles: IntArray
     """int64[n]: tiles that go through a buffer."""
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> Places | None:
         """Where the pieces of ``tiles`` lie."""
+        if self.plan is None or not len(self.tiles):
+            return None
         return Places(self.plan, np.flatnonzero(np.isin(self.plan.writes.tile, self.tiles)))
 
     @cached_property
     def units(self) -> tuple[tuple[str, range], ...]:
         """Work of about 16 MiB each: ``direct`` and reads of it, or ``tiles`` and positions in these."""
-        runs = batches(self.plan.tiles.nbytes[self.tiles], _UNIT_BYTES)
+        runs = [] if self.plan is None else batches(self.plan.tiles.nbytes[self.tiles], _UNIT_BYTES)
         direct = batches(self.direct.length, _UNIT_BYTES)
         return (*(("direct", run) for run in direct), *(("tiles", run) for run in runs))
 
@@ -51,6 +56,24 @@ class OwnReads:
 def plan_own_reads(plan: Plan, landings: Mapping[int, Landing], tiles: IntArray, *, max_read_bytes: int) -> OwnReads:
     """How to read ``tiles`` for ``landings``, or for other memory of the same structure."""
     return OwnReads(plan, *find_direct(plan, landings, tiles, max_read_bytes=max_read_bytes))
+
+
+def plan_own_boxes(
+    source: Manifest, boxes: IntArray, landings: Mapping[int, Landing], limits: PlanLimits, *, max_read_bytes: int
+) -> OwnReads:
+    """How to read ``boxes``, `landing.box_rows` of one rank whose first are its landings.
+
+    Only what cannot be read directly is planned as tiles.
+    """
+    direct, is_direct = find_direct_boxes(source, boxes, landings, max_read_bytes=max_read_bytes)
+    width = (boxes.shape[1] - 1) // 2
+    rest = boxes.copy()
+    rest[is_direct, 1 + width :] = 0  # an empty box keeps the number of its landing
+    if not rest[:, 1 + width :].all(axis=1).any():
+        return OwnReads(None, direct, np.zeros(0, dtype=np.int64))
+    plan = make_plan(source, rank_manifest(source, {0: rest}, 1), limits=limits)
+    tiles = plan_own_reads(plan, landings, np.arange(len(plan.tiles)), max_read_bytes=max_read_bytes)
+    return OwnReads(plan, direct + tiles.direct, tiles.tiles)
 
 
 def run_own_reads(reads: OwnReads, store: Store, landings: Mapping[int, Landing], *, n_workers: int) -> Iterator[int]:
@@ -73,7 +96,8 @@ class _Worker:
         flat: Mapping[int, npt.NDArray[np.uint8]],
     ) -> None:
         self._reads, self._store, self._flat = reads, store, flat
-        self._filler = Filler(reads.plan, store, landings, reads.places) if len(reads.tiles) else None
+        plan, places = reads.plan, reads.places
+        self._filler = None if plan is None or places is None else Filler(plan, store, landings, places)
 
     def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:
         """A block in which these units are done in this order."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ckpt_tool.engine.landing import Landing, rank_manifest
-from ckpt_tool.engine.own_reads import OwnReads, plan_own_reads, run_own_reads
+from ckpt_tool.engine.own_reads import OwnReads, plan_own_boxes, run_own_reads
 from ckpt_tool.engine.schedule import Schedule, make_schedule
 from ckpt_tool.engine.shared_exchange import SharedReads, plan_shared_reads, run_shared_reads
 from ckpt_tool.manifest.model import Manifest
@@ -91,9 +89,8 @@ def plan_moves(
         return Moves(exchange, n_before, (plan, make_schedule(plan, group.size, round_bytes=tile_bytes)))
     quarter = memory_budget_bytes // 4
     limits = PlanLimits(min(_TILE_BYTES, quarter), quarter, _UNIT_BYTES)
-    own = rank_manifest(manifest, {group.rank: everyone[group.rank]}, group.size)
-    plan = make_plan(manifest, own, limits=limits)
-    return Moves(exchange, 0, plan_own_reads(plan, landings, np.arange(len(plan.tiles)), max_read_bytes=max_read))
+    own = plan_own_boxes(manifest, everyone[group.rank], landings, limits, max_read_bytes=max_read)
+    return Moves(exchange, 0, own)
 
 
 def run_moves(
