@@ -1,4 +1,4 @@
-"""Content is what can only be known from payload bytes: recorded checksums, values that are no numbers, runs of zeros.
+"""Content is what can only be known from payload bytes: checksums, values that are no numbers, runs of zeros, repeats.
 
 One pass reads every byte that any of these wants once; memory is one block for each worker.
 """
@@ -6,11 +6,13 @@ One pass reads every byte that any of these wants once; memory is one block for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ckpt_tool.checks.blocks import cut_blocks, stream_blocks
 from ckpt_tool.checks.look import Look, Notes, Place, Scan, Seen, Unread, scans_of
+from ckpt_tool.checks.repeats import repeat_findings
 from ckpt_tool.checks.zeros import Run, joined_runs
 from ckpt_tool.checksum import crc32_combine
 from ckpt_tool.formats.base import Checksum
@@ -74,7 +76,9 @@ def scan_content(
         blocks, chunk_pass.paths, chunk_pass.start, chunk_pass.stop,
         store=store, n_workers=n_workers, visitor=chunk_pass.look, take=seen.add, progress=progress,
     )  # fmt: skip
-    return chunk_pass.finish(seen, int((blocks.stop - blocks.start).sum()))
+    found = chunk_pass.finish(seen, int((blocks.stop - blocks.start).sum()))
+    repeats = repeat_findings(manifest, seen.samples, chunk_pass.step, store)
+    return replace(found, findings=(*found.findings, *repeats))
 
 
 class _Pass:
@@ -86,6 +90,7 @@ class _Pass:
         self._manifest = manifest
         self._checksums = checksums
         self._scans = scans_of(manifest, rows, wants_zeros)
+        self.step = max((scan.step for scan in self._scans), default=0)
         index = dict(manifest.files.index)
         for checksum in checksums:
             index.setdefault(checksum.where.path, len(index))

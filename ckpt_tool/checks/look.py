@@ -1,4 +1,4 @@
-"""A look takes in some blocks: CRCs of recorded ranges, what is no number, runs of zeros.
+"""A look takes in some blocks: CRCs of recorded ranges, what is no number, runs of zeros, samples.
 
 What several looks have seen of one chunk is put together afterwards, so that none waits for another.
 """
@@ -6,10 +6,12 @@ What several looks have seen of one chunk is put together afterwards, so that no
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt_tool.checks.bits import BitPatterns, bit_patterns, hold_numbers, scan_non_finite
 from ckpt_tool.checks.blocks import Clip
 from ckpt_tool.checks.places import global_indices, is_packed
+from ckpt_tool.checks.repeats import sample_step, sampled_chunks, take_samples
 from ckpt_tool.checks.zeros import Run, shortest_run, zero_runs
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import CkptError
@@ -37,6 +39,8 @@ class Scan:
     patterns: BitPatterns | None
     min_run: int | None
     """Shortest run of zeros, None where they are not looked for."""
+    step: int = 0
+    """Bytes from one sample to the next, 0 where none are taken."""
 
 
 @dataclass(slots=True)
@@ -76,10 +80,13 @@ class Seen:
     notes: dict[int, Notes] = field(default_factory=dict)
     """By number of the scan; of chunks that something was found in."""
     unread: list[Unread] = field(default_factory=list)
+    samples: list[tuple[int, Int64Array, npt.NDArray[np.uint64]]] = field(default_factory=list)
+    """Row of the chunk, and what `take_samples` took of it."""
 
     def add(self, other: Seen) -> None:
         """What was seen in other blocks."""
         self.sums += other.sums
+        self.samples += other.samples
         self.unread += other.unread
         for number, notes in other.notes.items():
             self.notes.setdefault(number, Notes()).add(notes)
@@ -118,6 +125,9 @@ class Look:
 
     def _look(self, number: int, clip: Clip) -> None:
         scan = self._scans[number]
+        if scan.step:
+            offset = int(self._manifest.chunks.offset[scan.row])
+            self._seen.samples.append((scan.row, *take_samples(clip.data, clip.start, offset, scan.step)))
         if scan.patterns is None and scan.min_run is None:
             return
         width = scan.nbytes
@@ -162,12 +172,15 @@ def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> li
     patterns = [bit_patterns(dtype) for dtype in tensors.dtypes]
     tensor = chunks.tensor[rows]
     volume = chunks.volume[rows]
-    looks_for_zeros = wants_zeros[tensor] & is_packed(chunks, rows) & np.isin(tensors.bits[tensor], [8, 16, 32, 64])
+    packed = is_packed(chunks, rows)
+    is_sampled = sampled_chunks(manifest, rows, packed)
+    step = sample_step(int(chunks.length[rows][is_sampled].sum()))
+    looks_for_zeros = wants_zeros[tensor] & packed & np.isin(tensors.bits[tensor], [8, 16, 32, 64])
     looks_for_zeros &= volume >= shortest_run(0, 0)
     is_big_endian = (chunks.flags[rows] & np.uint8(ChunkFlag.BIG_ENDIAN)) != 0
-    columns = (rows, tensor, volume, tensors.numel[tensor], looks_for_zeros, is_big_endian)
+    columns = (rows, tensor, volume, tensors.numel[tensor], looks_for_zeros, is_big_endian, is_sampled)
     scans = []
-    for row, number, n, numel, looks, is_big in zip(*(column.tolist() for column in columns), strict=True):
+    for row, number, n, numel, looks, is_big, samples in zip(*(column.tolist() for column in columns), strict=True):
         found, bits = patterns[number], tensors.dtypes[number].bits
         scans.append(
             Scan(
@@ -177,6 +190,7 @@ def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> li
                 is_big_endian=is_big,
                 patterns=found,
                 min_run=shortest_run(numel, n) if looks else None,
+                step=step if samples else 0,
             )
         )
     return scans

@@ -74,7 +74,9 @@ def verify(
     source: Source,
     *,
     quick: Annotated[bool, typer.Option("--quick", help="Listing and metadata only; no payload is touched.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Read every byte: checksums, NaN, zeros, replicas.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read every byte: checksums, NaN, zeros, repeats, replicas.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
     write_manifest: Record = None,
     manifest: Recorded = None,

@@ -51,8 +51,8 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
         checkpoint: a path, a URL, or an open checkpoint, which stays open.
         level: ``quick`` looks at the listing and the metadata and reads no payload; ``default`` compares each payload's
             own header with the metadata besides, and runs the format's own checks; ``full`` reads every byte: recorded
-            checksums, NaN and infinities, runs of zeros in optimizer state, replicas, tied copies, padding of the
-            vocabulary.
+            checksums, NaN and infinities, runs of zeros in optimizer state, stretches that stand twice, replicas, tied
+            copies, padding of the vocabulary.
         memory_budget_bytes: what buffers may take together.
         manifest: a file that ``write_manifest`` wrote; every tensor is read and compared with its recorded digest.
         strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
