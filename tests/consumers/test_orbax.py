@@ -154,7 +154,7 @@ def test_orbax_restores_what_was_written(mesh: str | None, tmp_path: Path) -> No
     kinds = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float8_e4m3fn, torch.int32]
     values = torch.randint(0, 2, (len(kinds), 16, 6), generator=torch.Generator().manual_seed(0))
     state = {
-        "params": {str(kind): {"w.0": values[row].to(kind)} for row, kind in enumerate(kinds)},
+        "params": {f"mlp/~/{kind}": {"w.0": values[row].to(kind)} for row, kind in enumerate(kinds)},
         "step": torch.tensor(7),
         "opt": {"name": "adam", "groups": [{"lr": 0.5}, {"lr": 0.25}], "nothing": None},
     }

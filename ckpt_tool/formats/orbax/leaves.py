@@ -22,6 +22,8 @@ __all__ = ["NewLeaf", "leaves_of", "tree_document"]
 _SEQUENCE, _DICT = 1, 2
 _EMPTY = ("None", "Dict", "List", "Tuple")
 _SHOWN = 3
+_DOCUMENTS = ("_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "commit_success.txt")
+"""Files that stand beside the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ class _Row:
     number: int
 
 
+def _is_folder(name: str) -> bool:
+    """Whether an array can be kept under this name; as in Orbax, folders lie in folders where it has a slash.
+
+    >>> [_is_folder(name) for name in ("mlp/~/linear.w", "a//b", "../a", "_METADATA")]
+    [True, False, False, False]
+    """
+    parts = name.split("/")
+    return all(part and not part.startswith(".") for part in parts) and parts[0] not in _DOCUMENTS
+
+
 def leaves_of(request: WriteRequest) -> tuple[list[NewLeaf], tuple[str, ...]]:
     """Every leaf of the state, tensors and objects, in order of first appearance; and notes of what no leaf can hold.
 
@@ -66,10 +78,13 @@ def leaves_of(request: WriteRequest) -> tuple[list[NewLeaf], tuple[str, ...]]:
     lost = [leaf.name for leaf in found if not leaf.kind]
     seen: set[str] = set()
     for leaf in leaves:
-        if leaf.name in seen or not leaf.name or "/" in leaf.name or leaf.name.startswith("."):
+        if leaf.name in seen or not _is_folder(leaf.name):
             why = "two leaves have the name" if leaf.name in seen else "no folder can have the name"
             raise Unsupported(f"{why} {leaf.name!r}", hint="leave it out with --exclude")
         seen.add(leaf.name)
+    inner = [name for name in seen if any(name[:at] in seen for at, letter in enumerate(name) if letter == "/")]
+    if inner:
+        raise Unsupported(f"its folder would lie in that of another array: {min(inner)!r}", hint="see --exclude")
     if not lost:
         return leaves, ()
     shown = ", ".join(lost[:_SHOWN]) + (" ..." if len(lost) > _SHOWN else "")

@@ -134,7 +134,10 @@ def test_boxes_that_are_no_grid(shape: tuple[int, ...], boxes: list[Box]) -> Non
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([("a/b",)], "no folder can have the name"),
+        ([("a//b",)], "no folder can have the name"),
+        ([("a/../b",)], "no folder can have the name"),
+        ([("_METADATA",)], "no folder can have the name"),
+        ([("a/0",), ("a",)], "lie in that of another array: 'a/0'"),
         ([("..",)], "no folder can have the name"),
     ],
 )
