@@ -1,19 +1,31 @@
-"""torchrun --nproc_per_node=2 slowed_job.py FOLDER MEGABYTES ROUNDS [LOOP ...]: how much a save slows a loop down.
+"""torchrun --nproc_per_node=N slowed_job.py FOLDER MEGABYTES ROUNDS [LOOP ...]: how much a save slows a loop down.
 
 Two loops of some seconds, one of Python alone and one of matrix products, each by itself, with one save of torch's
-``async_save`` begun at its start, and with one of ours; in turns. Rank 0 prints a JSON line for each pair: seconds of
-the loop, the longest of any rank, and how much of that the call took.
+``async_save`` begun at its start, and with one of ours; in turns, forwards and backwards. Each loop is compared with
+the one without a save in the same round, by the clock and by the processor's time of the thread that trains: the
+latter knows nothing of other programs that want the processor, and so nothing of what a writer takes of it either,
+only of what it does to caches and memory. Rank 0 prints a JSON line for each pair: medians over the rounds of
+
+- ``called``: seconds that the call took;
+- ``wall`` and ``cpu``: how much longer the loop took apart from the call, as a part of what it takes without a save,
+  the mean of all ranks; ``spread`` is the distance between the quartiles of ``wall``;
+- ``share``: the part of the loop in which the save was under way.
+
+``CKPT_BENCH_LOOP_S`` sets how long a loop is to take without a save (2).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,8 +34,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import ckpt_tool
 from tests.bench.save_job import build, slowest
 
-SECONDS = 3.0
-"""How long a loop is to take without a save."""
+SECONDS = float(os.environ.get("CKPT_BENCH_LOOP_S", "2"))
+Ends = Callable[[], float]
+"""Waits for a save; the moment at which it ended, in seconds since 1970."""
 
 
 def python() -> None:
@@ -52,18 +65,76 @@ def n_steps(step: Callable[[], None]) -> int:
     return max(1, int(SECONDS / slowest((time.perf_counter() - begun) / 100)))
 
 
-def measured(begin: Callable[[], Any], step: Callable[[], None], n: int) -> tuple[float, float]:
-    """Seconds of the loop and of the call in it; what was begun is awaited afterwards."""
+@dataclass(frozen=True)
+class Seen:
+    """One loop of one rank, in seconds."""
+
+    called: float
+    wall: float
+    """Of the loop, without the call."""
+    cpu: float
+    share: float
+
+
+def measured(begin: Callable[[], Ends], step: Callable[[], None], n: int) -> Seen:
+    """A loop; what was begun is awaited afterwards."""
     dist.barrier()
     begun = time.perf_counter()
     wait = begin()
-    called = time.perf_counter() - begun
+    from_when, after, cpu = time.time(), time.perf_counter(), time.thread_time()
     for _ in range(n):
         step()
-    took = time.perf_counter() - begun
-    if wait is not None:
-        wait()
-    return slowest(took), slowest(called)
+    wall, cpu = time.perf_counter() - after, time.thread_time() - cpu
+    return Seen(after - begun, wall, cpu, min(1.0, max(0.0, wait() - from_when) / wall))
+
+
+def compared(seen: Seen, alone: Seen) -> tuple[float, ...]:
+    """``called``, ``wall``, ``cpu`` and ``share`` of all ranks."""
+    means = (of_all(each) for each in (seen.wall / alone.wall - 1, seen.cpu / alone.cpu - 1, seen.share))
+    return slowest(seen.called), *means
+
+
+def of_all(number: float) -> float:
+    """The mean over the ranks."""
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    mean: float = float(total) / dist.get_world_size()
+    return mean
+
+
+def with_nothing() -> Ends:
+    """No save."""
+    now = time.time()
+    return lambda: now
+
+
+def with_dcp(state: dict[str, Any], folder: str, group: Any) -> Ends:
+    """``dcp.async_save``."""
+    ended = [0.0]
+
+    def note(_: object) -> None:
+        ended[0] = time.time()
+
+    future: Any = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    future.add_done_callback(note)
+
+    def wait() -> float:
+        future.result()
+        return ended[0] or time.time()
+
+    return wait
+
+
+def with_ours(state: dict[str, Any], folder: str) -> Ends:
+    """``ckpt_tool.save``; what it logs of this rank's writer process tells when that had done."""
+    handle = ckpt_tool.save(state, folder)
+
+    def wait() -> float:
+        written = [each for each in handle.wait().operations if each.operation in {"write", "commit"}]
+        ended: float = max(each.start + each.seconds for each in written)
+        return ended
+
+    return wait
 
 
 def main(folder: str, megabytes: float, n_rounds: int, loops: list[str]) -> None:
@@ -72,24 +143,28 @@ def main(folder: str, megabytes: float, n_rounds: int, loops: list[str]) -> None
     dist.init_process_group("gloo")
     state = build(init_device_mesh("cpu", (dist.get_world_size(),)), megabytes)
     group = dist.new_group(backend="gloo")
-    ways: dict[str, Callable[[], Any]] = {
-        "nothing": lambda: None,
-        "dcp_async": lambda: dcp.async_save(state, checkpoint_id=f"{folder}/dcp", process_group=group).result,
-        "ours": lambda: ckpt_tool.save(state, f"{folder}/ours").wait,
+    ways: dict[str, Callable[[], Ends]] = {
+        "nothing": with_nothing,
+        "dcp_async": lambda: with_dcp(state, f"{folder}/dcp", group),
+        "ours": lambda: with_ours(state, f"{folder}/ours"),
     }
+    for begin in (ways["ours"], ways["ours"], ways["dcp_async"]):  # ours needs two to have both arenas
+        begin()()
     for name in loops:
         step = LOOPS[name]
         n = n_steps(step)
-        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for number in range(n_rounds + 2):  # ours needs two to have both arenas
-            for way, begin in ways.items():
-                took = measured(begin, step, n)
-                if number > 1:
-                    seconds[way].append(took)
+        found: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
+        for number in range(n_rounds):
+            seen = {way: measured(ways[way], step, n) for way in sorted(ways, reverse=number % 2 == 1)}
+            again = measured(ways["nothing"], step, n)  # what two loops without a save differ by
+            for way, each in seen.items():
+                found[way].append(compared(again if way == "nothing" else each, seen["nothing"]))
         if dist.get_rank() == 0:
-            for way, rows in seconds.items():
-                medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-                print("ROW " + json.dumps({"loop": name, "way": way, "seconds": medians[0], "called": medians[1]}))
+            for way, rows in found.items():
+                called, wall, cpu, share = (statistics.median(column) for column in zip(*rows, strict=True))
+                quarters = np.quantile([row[1] for row in rows], (0.25, 0.75))
+                figures = {"called": called, "wall": wall, "spread": float(np.diff(quarters)[0]), "cpu": cpu}
+                print("ROW " + json.dumps({"loop": name, "way": way, **figures, "share": share}))
     dist.barrier()
     dist.destroy_process_group()
 

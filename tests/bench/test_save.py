@@ -20,6 +20,7 @@ MEGABYTES = os.environ.get("CKPT_BENCH_SAVE_MB", "302")
 ROUNDS = os.environ.get("CKPT_BENCH_ROUNDS", "7")
 PYTHON = os.environ.get("CKPT_BENCH_PYTHON", sys.executable)
 HERE = Path(__file__).parent
+N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TEXTS = {
     "memcpy": "memcpy of the state",
     "raw": "raw write and fsync",
@@ -52,19 +53,22 @@ def test_save_beside_others(tmp_path: Path) -> None:
         print(f"  {TEXTS[row['way']]:36} {columns}  {ratios}")
 
 
-def test_training_beside_saves(tmp_path: Path) -> None:
-    """How much longer loops of Python and of matrix products take while a save is under way, beside torch's own."""
+@pytest.mark.parametrize("n_ranks", [max(1, N_CORES // 2), max(2, N_CORES)])
+def test_training_beside_saves(n_ranks: int, tmp_path: Path) -> None:
+    """How much longer loops take beside a save, with a core to spare for each rank's writer and without one."""
     argv = [
-        PYTHON, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        PYTHON, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}",
         str(HERE / "slowed_job.py"), str(tmp_path / "saved"), MEGABYTES, ROUNDS,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    load = os.getloadavg()[0]
     done = subprocess.run(argv, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
     assert len(rows) == 6
-    alone = {row["loop"]: row["seconds"] for row in rows if row["way"] == "nothing"}
-    print(f"\n{MEGABYTES} MB, 2 ranks: median seconds of a loop with one save, of which the call, and how much longer")
+    print(f"\n{MEGABYTES} MB, {n_ranks} ranks on {N_CORES} cores, load {load:.1f} before: medians of {ROUNDS} loops")
+    print("  loop      beside      call ms | longer by the clock (quartiles apart), by CPU time | under way for")
     for row in rows:
-        more = row["seconds"] / alone[row["loop"]] - 1
-        print(f"  {row['loop']:9} {row['way']:10} {row['seconds']:7.3f} {row['called']:7.3f}  {100 * more:+6.1f} %")
+        columns = f"{1e3 * row['called']:7.1f} | {100 * row['wall']:+6.1f} % ({100 * row['spread']:.1f}) "
+        columns += f"{100 * row['cpu']:+6.1f} % | {100 * row['share']:3.0f} %"
+        print(f"  {row['loop']:9} {row['way']:10} {columns}")

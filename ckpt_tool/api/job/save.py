@@ -32,9 +32,10 @@ def save(  # noqa: PLR0913 - the options of a command
     """Save ``state``; every rank of the process group calls this with its own state.
 
     Tensors may be plain (the same on every rank that has one of that name), DTensors of any placements, ShardedTensors,
-    parameters made of these, or what megatron-core wraps. Of what several ranks hold, one writes; nothing is gathered.
-    Other values are written by the lowest rank that has one of that name. Modules stand for their state dicts, as do
-    other objects that have one.
+    parameters made of these, or what megatron-core wraps. What several ranks hold is written once, by the one that has
+    least to write; in ``dcp`` and ``bytecheckpoint`` boxes too large to be shared out evenly are cut for that. Nothing
+    is gathered. Other values are written by the lowest rank that has one of that name. Modules stand for their state
+    dicts, as do other objects that have one.
 
     The state is copied into shared memory, from which a process beside each rank writes it. When the call returns the
     state may be changed, unless ``overlap_staging`` is set. At most two saves are under way: a third one waits. Saves
