@@ -32,8 +32,9 @@ from ckpt_tool.storage.store import Store
 
 __all__ = ["LostRank", "SharedReads", "SharedReport", "plan_shared_reads", "run_shared_reads"]
 
-N_SLOTS = 4
-_MAX_SLOT_BYTES = 2 << 20
+_NEAR = (2, 1 << 20)
+"""Slots of a rank, and bytes of one at most, where reads are answered at once: few, so that all stay in the caches."""
+_FAR = (4, 2 << 20)
 _MIN_SLOT_BYTES = 64 << 10
 _COUNTERS = 2  # before those of what this rank is past: batches in its own slots, and whether it has failed
 _LOOK_S = 0.05  # between two looks whether the others are alive
@@ -58,6 +59,8 @@ class SharedReads:
     slot_offset: tuple[int, ...]
     """By tile, where in its slot it lies."""
     slot_bytes: int
+    n_slots: int
+    """Of each rank; all have the same."""
     places: Places
     """Where the pieces for this rank lie."""
     own: OwnReads
@@ -71,7 +74,7 @@ class SharedReads:
     @property
     def segment_bytes(self) -> int:
         """Size of each rank's segment; all have the same."""
-        return self.control_bytes + N_SLOTS * self.slot_bytes
+        return self.control_bytes + self.n_slots * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ def plan_shared_reads(
     *,
     memory_budget_bytes: int,
     max_read_bytes: int,
+    is_far: bool = False,
 ) -> SharedReads:
     """What rank ``rank`` of a host does.
 
@@ -101,8 +105,10 @@ def plan_shared_reads(
         landings: this rank's memory, by position in its rows.
         memory_budget_bytes: half of it is for slots.
         max_read_bytes: longest single read.
+        is_far: whether storage is worth several reads at once.
     """
-    slot_bytes = max(min(memory_budget_bytes // (2 * N_SLOTS), _MAX_SLOT_BYTES), _MIN_SLOT_BYTES)
+    n_slots, max_slot_bytes = _FAR if is_far else _NEAR
+    slot_bytes = max(min(memory_budget_bytes // (2 * n_slots), max_slot_bytes), _MIN_SLOT_BYTES)
     joint = rank_manifest(manifest, dict(enumerate(everyone)), len(everyone))
     plan = make_plan(manifest, joint, limits=PlanLimits(slot_bytes, slot_bytes, 1 << 40, one_read_per_tile=True))
     order = make_schedule(plan, len(everyone), round_bytes=slot_bytes, lone_rounds=False)
@@ -138,7 +144,7 @@ def plan_shared_reads(
     own = plan_own_reads(plan, numbered, alone, max_read_bytes=max_read_bytes)
     places = Places(plan, np.flatnonzero(mine & is_shared[plan.writes.tile]))
     offsets = tuple(slot_offset.tolist())
-    return SharedReads(plan, rank, tuple(map(tuple, batches)), wanted, offsets, slot_bytes, places, own)
+    return SharedReads(plan, rank, tuple(map(tuple, batches)), wanted, offsets, slot_bytes, n_slots, places, own)
 
 
 def run_shared_reads(
@@ -191,13 +197,13 @@ class _Ring:
     def __init__(self, reads: SharedReads, segments: Sequence[Segment]) -> None:
         n_control = reads.control_bytes
         self._rank = reads.rank
-        self._slot_bytes = reads.slot_bytes
+        self._slot_bytes, self._n_slots = reads.slot_bytes, reads.n_slots
         self._counters = [segment.bytes[:n_control].view(np.int64) for segment in segments]
         self._slots = [segment.bytes[n_control:] for segment in segments]
 
     def slot(self, rank: int, batch: int) -> npt.NDArray[np.uint8]:
         """The slot that a rank's batch lies in."""
-        start = batch % N_SLOTS * self._slot_bytes
+        start = batch % self._n_slots * self._slot_bytes
         return self._slots[rank][start : start + self._slot_bytes]
 
     def published(self, rank: int) -> int:
@@ -216,7 +222,7 @@ class _Ring:
 
     def n_free(self) -> int:
         """The first batch of this rank that has no slot yet."""
-        return min(int(counters[_COUNTERS + self._rank]) for counters in self._counters) + N_SLOTS
+        return min(int(counters[_COUNTERS + self._rank]) for counters in self._counters) + self._n_slots
 
     def tell_failure(self) -> None:
         """Say that this rank has failed."""
@@ -243,7 +249,7 @@ class _Sharing:
         self, reads: SharedReads, store: Store, landings: Mapping[int, Landing], ring: _Ring, n_workers: int
     ) -> None:
         self._reads, self.ring = reads, ring
-        n_readers = min(n_workers, N_SLOTS)
+        n_readers = min(n_workers, reads.n_slots)
         self._pool = ThreadPoolExecutor(n_readers, "ckpt-shared-read") if n_readers > 1 else None
         self._fillers: SimpleQueue[Filler] = SimpleQueue()
         self._all_fillers = [Filler(reads.plan, store, landings, reads.places) for _ in range(n_readers)]

@@ -27,7 +27,8 @@ Exchange = Literal["auto", "none", "shared-memory", "all-to-all"]
 
 _SHARED_ENOUGH = 1.25  # below this many readers per byte there is nothing to save
 _PROBE_BYTES = 1 << 20
-_COPY_BYTES = 4 << 20
+_N_PROBES = 3
+_COPY_BYTES = 2 << 20
 _FAST_S = 2e-3  # a probe as short as this is repeated: it may have been interrupted
 _STEP_S = 2e-4  # what a rank waits at each of the others' slots, or rounds
 _STEP_BYTES = 2 << 20
@@ -124,9 +125,9 @@ def _distinct_bytes(manifest: Manifest, rows: IntArray) -> int:
 
 def _copy_cost() -> float:
     """Seconds per byte of a copy between memory that is in no cache, while the other ranks copy as well."""
-    source, target = np.ones(_COPY_BYTES, dtype=np.uint8), np.ones(_COPY_BYTES, dtype=np.uint8)
+    source, target = np.ones(_COPY_BYTES, dtype=np.uint8), np.empty(_COPY_BYTES, dtype=np.uint8)
     best = 1.0
-    for _ in range(2):
+    for _ in range(3):  # the first one pays for the memory of the target
         begun = time.perf_counter()
         np.copyto(target, source)
         best = min(best, time.perf_counter() - begun)
@@ -176,15 +177,20 @@ def _read_cost(manifest: Manifest, store: Store, group: Group) -> tuple[float, i
     chunks = manifest.chunks
     if not len(chunks):
         return 1e-12, 0
-    largest = np.argsort(-chunks.length, kind="stable")[: group.size]
-    chunk = int(largest[group.rank % len(largest)])
-    buffer = bytearray(min(int(chunks.length[chunk]), _PROBE_BYTES))
-    path = manifest.files.paths[chunks.file[chunk]]
-    store.read_into(path, int(chunks.offset[chunk]), memoryview(buffer)[:1])  # opening is paid once, not per byte
-    seconds, n_probes = 1e9, 0
-    while n_probes == 0 or (seconds < _FAST_S and n_probes < 3):
+    largest = np.argsort(-chunks.length, kind="stable")[: _N_PROBES * group.size]
+    own = largest[group.rank :: group.size] if len(largest) >= group.size else largest[:1]
+    buffer = memoryview(bytearray(_PROBE_BYTES))
+    best, total = 1.0, 0
+    for number in range(_N_PROBES):
+        chunk = int(own[number % len(own)])  # another one each time: the processor has not seen its bytes
+        path, offset = manifest.files.paths[chunks.file[chunk]], int(chunks.offset[chunk])
+        nbytes = min(int(chunks.length[chunk]), _PROBE_BYTES)
+        store.read_into(path, offset, buffer[:1])  # opening is paid once, not per byte
         begun = time.perf_counter()
-        store.read_into(path, int(chunks.offset[chunk]), memoryview(buffer))
-        seconds = min(seconds, time.perf_counter() - begun)
-        n_probes += 1
-    return max(seconds / max(len(buffer), 1), 1e-12), n_probes * len(buffer) + 1
+        store.read_into(path, offset, buffer[:nbytes])
+        seconds = time.perf_counter() - begun
+        best = min(best, seconds / max(nbytes, 1))
+        total += nbytes + 1
+        if seconds > _FAST_S:
+            break
+    return max(best, 1e-12), total

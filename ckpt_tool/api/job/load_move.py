@@ -75,8 +75,9 @@ def plan_moves(
         here = [everyone[rank] for rank in hosts.here]
         place = hosts.here.index(group.rank)
         shared = plan_shared_reads(
-            manifest, here, place, landings, memory_budget_bytes=memory_budget_bytes, max_read_bytes=max_read
-        )
+            manifest, here, place, landings, memory_budget_bytes=memory_budget_bytes, max_read_bytes=max_read,
+            is_far=_is_far(store),
+        )  # fmt: skip
         return Moves(exchange, sum(len(rows) for rows in here[:place]), shared)
     if exchange == "all-to-all":
         from ckpt_tool.engine.distributed_exchange import exchange_tile_bytes
@@ -115,7 +116,7 @@ def run_moves(
         CkptError: a read failed on some rank; on every rank.
     """
     if n_workers is None:
-        n_workers = store.cost.concurrency if store.cost.max_gap_bytes > _FAR_GAP_BYTES else 1
+        n_workers = store.cost.concurrency if _is_far(store) else 1
     kept = moves.kept
     if isinstance(kept, OwnReads):
         own = kept
@@ -129,6 +130,10 @@ def run_moves(
 
     moved = run_exchange(*kept, store, numbered, group)
     return Moved(moved.read_nbytes, moved.sent_nbytes, moved.received_nbytes, moved.max_buffer_nbytes)
+
+
+def _is_far(store: Store) -> bool:
+    return store.cost.max_gap_bytes > _FAR_GAP_BYTES
 
 
 def _run_shared(
