@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
 from ckpt_tool.formats.dcp.sidecar import Sidecar
 from ckpt_tool.geometry.columns import distinct
+from ckpt_tool.geometry.overlaps import first_equal
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass
@@ -31,6 +32,15 @@ class Located:
     error: CkptError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Chunks whose items differ in their elements only."""
+
+    rows: list[int]
+    payload: Payload
+    """Offsets counted from the item's first byte."""
+
+
 def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
     """The chunks of ``manifest``, those of ``rows`` with exact place, strides and flags.
 
@@ -44,22 +54,26 @@ def resolve(source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
     """
     chunks = manifest.chunks
     offset, length, flags = chunks.offset.copy(), chunks.length.copy(), chunks.flags.copy()
-    odd_strides: dict[int, tuple[int, ...]] = {}
-    for located in located_items(source, manifest, rows):
-        if located.error is not None:
-            raise located.error
-        payload = located.payload
+    odd_strides: list[tuple[Sequence[int], tuple[int, ...]]] = []
+    for located in _located_kinds(source, manifest, rows):
+        if isinstance(located, _Alike):
+            own: Sequence[int] = located.rows
+            payload: Payload | None = located.payload
+            starts: IntArray | int = chunks.offset[own]
+        else:
+            if located.error is not None:
+                raise located.error
+            own, payload, starts = [located.row], located.payload, 0
         if payload is None:
             continue
-        offset[located.row], length[located.row] = payload.offset, payload.length
-        flags[located.row] = payload.flags
+        offset[own], length[own], flags[own] = starts + payload.offset, payload.length, payload.flags
         if payload.strides is not None:
-            odd_strides[located.row] = payload.strides
+            odd_strides.append((own, payload.strides))
     strides = chunks.strides
     if odd_strides:
         strides = _packed(chunks.sizes) if strides is None else strides.copy()
-        for row, found in odd_strides.items():
-            strides[row, : len(found)] = found
+        for own, found in odd_strides:
+            strides[own, : len(found)] = found
     return chunks.replace(offset=offset, length=length, flags=flags, strides=strides)
 
 
@@ -81,6 +95,16 @@ def resolve_by_sidecar(sidecar: Sidecar, manifest: Manifest, rows: IntArray) -> 
 
 def located_items(source: Source, manifest: Manifest, rows: IntArray) -> Iterator[Located]:
     """The place of each chunk of ``rows`` that is not resolved yet, in no order; requests as ``resolve`` says."""
+    for located in _located_kinds(source, manifest, rows):
+        if isinstance(located, _Alike):
+            for row in located.rows:
+                yield Located(row, located.payload.moved(int(manifest.chunks.offset[row])))
+        else:
+            yield located
+
+
+def _located_kinds(source: Source, manifest: Manifest, rows: IntArray) -> Iterator[Located | _Alike]:
+    """`located_items`, with those that are alike together: without a record for each, of which there may be many."""
     chunks, files = manifest.chunks, manifest.files
     rows = distinct(np.asarray(rows, dtype=np.int64))
     rows = rows[(chunks.flags[rows] & ChunkFlag.UNRESOLVED) != 0]
@@ -129,28 +153,32 @@ class _ItemReader:
             )
         return None
 
-    def plain(self, rows: IntArray) -> Iterator[Located]:
+    def plain(self, rows: IntArray) -> Iterator[Located | _Alike]:
         """Chunks whose items are stored as they are."""
         chunks, tensors, paths = self._manifest.chunks, self._manifest.tensors, self._manifest.files.paths
         offset, file = chunks.offset[rows], chunks.file[rows].astype(np.int64)
-        nbytes = self._manifest.files.nbytes[file]
-        length = np.minimum(nbytes - offset, HEAD_NBYTES)
-        ndim = tensors.ndim[chunks.tensor[rows]]  # sizes are padded: [4] and [4, 1] look the same without it
-        of_row = list(zip(rows.tolist(), chunks.tensor[rows].tolist(), ndim.tolist(), chunks.sizes[rows].tolist(),
-                          chunks.length[rows].tolist(), offset.tolist(), strict=True))  # fmt: skip
-        fitting: set[tuple[int, str, int, int, tuple[int, ...]]] = set()
+        length = np.minimum(self._manifest.files.nbytes[file] - offset, HEAD_NBYTES)
+        numbers: dict[str, int] = {}
+        of_tensor = np.array([numbers.setdefault(kind.name, len(numbers)) for kind in tensors.dtypes], dtype=np.int64)
+        tensor, sizes = chunks.tensor[rows], chunks.sizes[rows].astype(np.int64)
+        # Sizes are padded: [4] and [4, 1] look the same without the number of dimensions.
+        columns = (of_tensor[tensor], tensors.ndim[tensor].astype(np.int64), chunks.length[rows], *sizes.T)
+        kinds, numbered = first_equal(columns).tolist(), rows.tolist()
+        alike: dict[tuple[int, int], _Alike] = {}
+        known = self._heads.known
         for position, head in read_merged(self._store, paths, file, offset, length):
-            row, tensor, n_dims, sizes, item_nbytes, start = of_row[position]
-            payload = self._heads.known(head)
-            # What was checked once for a head, a type and sizes need not be checked again.
-            key = (id(payload), tensors.dtypes[tensor].name, n_dims, item_nbytes, tuple(sizes))
-            if payload is not None and key in fitting:
-                yield Located(row, payload.moved(start))
+            payload = known(head)
+            # What was checked once for a head, a type, sizes and a length need not be checked again.
+            others = None if payload is None else alike.get((id(payload), kinds[position]))
+            if others is not None:
+                others.rows.append(numbered[position])
                 continue
-            located = self._located(row, head, None)
-            if payload is not None and located.error is None:
-                fitting.add(key)
+            located = self._located(numbered[position], head, None)
             yield located
+            payload = known(head)
+            if payload is not None and located.error is None:
+                alike[id(payload), kinds[position]] = _Alike([], payload)
+        yield from (each for each in alike.values() if each.rows)
 
     def decoded(self, row: int) -> Located:
         """A chunk whose item is compressed."""
