@@ -84,17 +84,19 @@ class Coordinator:
         """Make the files of all ranks one checkpoint; returns its bytes.
 
         Raises:
-            LayoutError: ranks have saved to different places.
+            LayoutError: ranks have saved to different places, or in different formats.
             CoverageError: together they have not written the whole of each tensor.
             StorageError: the storage failed.
         """
         entries = sorted(report.done, key=lambda entry: int(entry["rank"]))
         if [entry["rank"] for entry in entries] != list(range(self._size)):
             raise StorageError(f"expected word from {self._size:,} ranks, got {len(entries):,}")
-        places = {entry["url"]: entry["rank"] for entry in reversed(entries)}
+        places = {(entry["url"], entry["format"]): entry["rank"] for entry in reversed(entries)}
         if len(places) > 1:
-            told = ", ".join(f"rank {rank} to {url}" for url, rank in sorted(places.items(), key=lambda each: each[1]))
-            raise LayoutError(f"ranks save to different places: {told}")
+            what = "to different places" if len({url for url, _ in places}) > 1 else "in different formats"
+            by_rank = sorted((rank, *place) for place, rank in places.items())
+            told = ", ".join(f"rank {rank} to {url} as {format_name}" for rank, url, format_name in by_rank)
+            raise LayoutError(f"ranks save {what}: {told}")
         files = {path: int(nbytes) for entry in entries for path, nbytes in entry["files"].items()}
         receipts = {path: receipt for entry in entries for path, receipt in entry["receipts"].items()}
         parts = self._parts(entries, writer)

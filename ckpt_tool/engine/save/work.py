@@ -78,9 +78,10 @@ class Work:
         finally:
             self._is_idle.set()
         return {
-            "key": command.key, "url": command.url, "files": written.files, "objects": written.objects,
-            "receipts": written.receipts, "linear": written.linear.hex() if takes_digests else None,
-            "payload_nbytes": written.payload_nbytes, "operations": self._taken(),
+            "key": command.key, "url": command.url, "format": command.format, "files": written.files,
+            "objects": written.objects, "receipts": written.receipts,
+            "linear": written.linear.hex() if takes_digests else None, "payload_nbytes": written.payload_nbytes,
+            "operations": self._taken(),
         }  # fmt: skip
 
     def commit(self, coordinator: Coordinator, report: Report) -> dict[str, Any]:
