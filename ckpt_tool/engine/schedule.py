@@ -5,6 +5,7 @@ The plan's target has ranks for files, see `landing.rank_manifest`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import pairwise
 
 import numpy as np
@@ -51,13 +52,13 @@ def make_schedule(plan: Plan, world_size: int, *, round_bytes: int, lone_rounds:
     rounds = np.zeros(len(tiles), dtype=np.int64)
     bounds = np.searchsorted(reader[taking_part], np.arange(world_size + 1)).tolist()
     for low, high in pairwise(bounds):
-        end = np.cumsum(tiles.nbytes[taking_part[low:high]])
-        at, number = 0, 0
-        while at < high - low:
-            done = int(end[at - 1]) if at else 0
-            stop = max(int(np.searchsorted(end, done + round_bytes, side="right")), at + 1)
-            rounds[taking_part[low + at : low + stop]] = number
-            at, number = stop, number + 1
+        end = np.cumsum(tiles.nbytes[taking_part[low:high]]).tolist()
+        stops = [0]
+        while stops[-1] < high - low:
+            at = stops[-1]
+            done = end[at - 1] if at else 0
+            stops.append(max(bisect_right(end, done + round_bytes), at + 1))
+        rounds[taking_part[low:high]] = np.repeat(np.arange(len(stops) - 1), np.diff(stops))
     rank_in_file = np.empty(len(tiles), dtype=np.int64)
     rank_in_file[place] = np.arange(len(tiles))
     n_rounds = int(rounds[taking_part].max(initial=-1)) + 1

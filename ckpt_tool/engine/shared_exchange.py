@@ -119,32 +119,34 @@ def plan_shared_reads(
 
     shared = order.order[is_shared[order.order]]
     shared = shared[np.lexsort((np.arange(len(shared)), order.round[shared], order.reader[shared]))]
-    starts = (
-        np.flatnonzero(np.diff(order.reader[shared], prepend=-1) != 0) if len(shared) else np.zeros(0, dtype=np.int64)
-    )
-    batches: list[list[tuple[int, ...]]] = [[] for _ in everyone]
+    reader = order.reader[shared]
+    is_first = (np.diff(reader, prepend=-1) != 0) | (np.diff(order.round[shared], prepend=-1) != 0)
+    starts = np.flatnonzero(is_first)
+    before = np.cumsum(nbytes[shared]) - nbytes[shared]
     slot_offset = np.zeros(len(nbytes), dtype=np.int64)
-    is_first = np.diff(order.round[shared], prepend=-1) != 0
-    is_first[starts] = True
-    bounds = [*np.flatnonzero(is_first).tolist(), len(shared)]
-    for low, high in pairwise(bounds):
-        tiles = shared[low:high]
-        slot_offset[tiles] = np.cumsum(nbytes[tiles]) - nbytes[tiles]
-        batches[int(order.reader[tiles[0]])].append(tuple(tiles.tolist()))
+    slot_offset[shared] = before - before[starts][np.cumsum(is_first) - 1]
 
     mine = plan.writes.file == rank
     is_mine = np.zeros(len(nbytes), dtype=bool)
     is_mine[plan.writes.tile[mine]] = True
-    wanted = tuple(
-        tuple(number for number, tiles in enumerate(of_rank) if is_mine[list(tiles)].any()) for of_rank in batches
-    )
+    has_mine = np.logical_or.reduceat(is_mine[shared], starts).tolist() if len(shared) else []
+    batches: list[list[tuple[int, ...]]] = [[] for _ in everyone]
+    wanted: list[list[int]] = [[] for _ in everyone]
+    tiles = shared.tolist()
+    bounds = pairwise([*starts.tolist(), len(shared)])
+    for (low, high), of_rank, is_wanted in zip(bounds, reader[starts].tolist(), has_mine, strict=True):
+        if is_wanted:
+            wanted[of_rank].append(len(batches[of_rank]))
+        batches[of_rank].append(tuple(tiles[low:high]))
     first = sum(len(rows) for rows in everyone[:rank])
     numbered = {first + number: landing for number, landing in landings.items()}
     alone = np.flatnonzero(~is_shared & (order.reader == rank))
     own = plan_own_reads(plan, numbered, alone, max_read_bytes=max_read_bytes)
     places = Places(plan, np.flatnonzero(mine & is_shared[plan.writes.tile]))
     offsets = tuple(slot_offset.tolist())
-    return SharedReads(plan, rank, tuple(map(tuple, batches)), wanted, offsets, slot_bytes, n_slots, places, own)
+    return SharedReads(
+        plan, rank, tuple(map(tuple, batches)), tuple(map(tuple, wanted)), offsets, slot_bytes, n_slots, places, own
+    )
 
 
 def run_shared_reads(
