@@ -5,6 +5,7 @@ Bytes of an answer go straight into the caller's buffer where there is one.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import threading
@@ -20,6 +21,11 @@ __all__ = ["TIMEOUT_S", "HttpClient", "HttpStatusError", "Response", "ShortAnswe
 TIMEOUT_S = 60.0
 """A server that neither takes nor sends a byte for so long is given up. ``CKPT_TIMEOUT_S`` says otherwise."""
 _MAX_IDLE = 64
+_NO_TLS = {
+    "CERTIFICATE_VERIFY_FAILED": "name the certificates to trust in AWS_CA_BUNDLE or SSL_CERT_FILE",
+    "WRONG_VERSION_NUMBER": "this port may speak http://, not https://",
+}
+"""What a handshake fails with however often one tries, and what helps."""
 
 
 def silence_s() -> float:
@@ -49,6 +55,15 @@ class HttpStatusError(OSError):
         self.code = code
         """The name that the protocol has for it, or the reason phrase."""
         self.headers = headers
+
+
+class TlsError(OSError):
+    """The server and we do not come to a secure connection."""
+
+    def __init__(self, text: str, *, hint: str) -> None:
+        super().__init__(text)
+        self.hint = hint
+        self.errno = errno.EINVAL  # trying again does not help
 
 
 class ShortAnswerError(OSError):
@@ -114,9 +129,11 @@ class HttpClient:
                 self._connect(connection)
             answer = self._exchange(connection, method, target, headers, body)
             data = self._body(answer, into)
-        except BaseException:
+        except BaseException as error:
             connection.close()
             self.close()  # idle ones may be as dead as this one, and the next attempt wants one that is not
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
             raise
         if answer.will_close:
             connection.close()
@@ -142,6 +159,9 @@ class HttpClient:
         except OSError as error:
             where = f"{connection.host}:{connection.port}"
             reason = error.strerror or str(error) or type(error).__name__
+            hint = _NO_TLS.get(getattr(error, "reason", ""))
+            if hint is not None:
+                raise TlsError(f"no secure connection to {where}: {reason}", hint=hint) from error
             raise ConnectionError(f"{where} does not answer: {reason}") from error
 
     def _exchange(

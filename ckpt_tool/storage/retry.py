@@ -65,11 +65,15 @@ def failure_of(error: Exception, where: str) -> CkptError | None:
     name = type(error).__name__
     text = first_line(error)
     is_refused = isinstance(error, PermissionError) or "AccessControlException" in text
+    said = getattr(error, "hint", None)
+    hint = said if isinstance(said, str) else None
     if is_refused or "Credential" in name or getattr(error, "status", None) in {401, 403}:
-        hint = "check the credentials that this process sees (environment, profile, metadata service)"
-        return StorageError(f"access is refused: {text}", where=where, hint=hint)
+        usual = "check the credentials that this process sees (environment, profile, metadata service)"
+        return StorageError(f"access is refused: {text}", where=where, hint=hint or usual)
     if is_from_storage(error):
-        return StorageError(f"{name}: {text}" if text else name, where=where)
+        if text and _client(error) == "ckpt_tool":
+            name = ""  # our own clients say what is wrong in words
+        return StorageError(": ".join(filter(None, (name, text))), where=where, hint=hint)
     return None
 
 
@@ -153,4 +157,7 @@ def _is_transient(error: Exception) -> bool:
     if isinstance(error, _PERMANENT_TYPES) or "Credential" in type(error).__name__ or "AccessControl" in str(error):
         return False
     # What boto reports it has tried again itself, for ten seconds.
-    return _client(error) != "botocore" and not (isinstance(error, OSError) and error.errno in _PERMANENT)
+    if _client(error) == "botocore":
+        return False
+    is_tls = hasattr(error, "library")  # which has numbers of its own
+    return not (isinstance(error, OSError) and not is_tls and error.errno in _PERMANENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,14 +20,23 @@ class Cluster:
     """One name node."""
 
     files: dict[str, bytes] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
     folders: set[str] = field(default_factory=lambda: {"/"})
     n_calls: int = 0
     dies_at: int | None = None
     """The call that is the last; odd ones are not done any more."""
+    stalls_at: int | None = None
+    """The first call that gets no answer."""
+    stall: threading.Event = field(default_factory=threading.Event)
+    loses_answers: bool = False
+    """Whether each rename is done and then says that it failed."""
 
     def call(self) -> None:
         """Count one."""
         self.n_calls += 1
+        if self.stalls_at is not None and self.n_calls >= self.stalls_at:
+            self.stall.wait(30)
+            raise RuntimeError("nobody hears this any more")
         if self.dies_at is not None and self.n_calls >= self.dies_at:
             raise Died
 
@@ -64,21 +74,26 @@ class _Reader:
     def __len__(self) -> int:
         return len(self._data)
 
-    def read_range(self, offset: int, length: int) -> bytes:
-        """A range, which must lie within the file: the real one panics."""
+    def read_range_stream(self, offset: int, length: int) -> Iterator[bytes]:
+        """Pieces of a range, which must lie within the file: the real one panics."""
         self._cluster.call()
         assert offset + length <= len(self._data)
-        return self._data[offset : offset + length]
+        for at in range(offset, offset + length, 700):
+            yield self._data[at : min(at + 700, offset + length)]
 
 
 class _Writer:
-    def __init__(self, cluster: Cluster, path: str) -> None:
-        self._cluster, self._path = cluster, path
-        cluster.files[path] = b""
+    def __init__(self, cluster: Cluster, path: str, room: int) -> None:
+        self._cluster, self._path, self._room = cluster, path, room
 
     def write(self, data: Any) -> int:
-        """Append."""
+        """Append; never to a second block, for which a busy cluster is not ready."""
         self._cluster.call()
+        self._room -= len(data)
+        if self._room < 0:
+            raise RuntimeError(
+                'RPCError("org.apache.hadoop.NotReplicatedYetException", "Not replicated yet\\n\\tat x")'
+            )
         self._cluster.files[self._path] += bytes(data)
         return len(data)
 
@@ -121,7 +136,16 @@ class _Client:
         if path in self._cluster.files and not options.overwrite:
             raise FileExistsError(path)
         self._cluster.make(path.rpartition("/")[0])
-        return _Writer(self._cluster, path)
+        self._cluster.files[path] = b""
+        assert options.block_size is not None
+        self._cluster.blocks[path] = options.block_size
+        return _Writer(self._cluster, path, options.block_size)
+
+    def append(self, path: str) -> _Writer:
+        """A writer at the end of a file that is closed."""
+        self._cluster.call()
+        block = self._cluster.blocks[path]
+        return _Writer(self._cluster, path, block - len(self._cluster.files[path]) % block)
 
     def mkdirs(self, path: str, _permission: int, _parents: bool) -> None:
         """A folder and those above it."""
@@ -139,9 +163,6 @@ class _Client:
                 raise FileExistsError(target)
             if target in cluster.folders:
                 raise RuntimeError("rename destination directory is not empty")
-        if source in cluster.files:
-            cluster.files[target] = cluster.files.pop(source)
-            return
         for path in [source, *cluster.below(source)]:
             new = target + path[len(source) :]
             if path in cluster.files:
@@ -149,6 +170,8 @@ class _Client:
             else:
                 cluster.folders.discard(path)
                 cluster.folders.add(new)
+        if cluster.loses_answers:
+            raise RuntimeError("the connection was reset")
 
     def delete(self, path: str, recursive: bool) -> bool:
         """A file, or a folder with what is in it."""

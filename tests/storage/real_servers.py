@@ -23,7 +23,7 @@ from tests.storage.s3_server import BUCKET
 
 __all__ = ["free_port", "seaweedfs", "seaweedfs_available"]
 
-_STARTS_WITHIN_S = 60.0
+_STARTS_WITHIN_S = 200.0
 
 
 def free_port() -> int:

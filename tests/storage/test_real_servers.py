@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ class TestRealHdfsStore(StoreTests):
         """Written by the client itself."""
         client = HdfsClient(hdfs)
         for path, data in FILES.items():
-            client.write_pieces(f"/store/{path}", iter([data]))
+            client.write_pieces(f"/store/{path}", partial(list, [data]))
         return HdfsStore(f"{hdfs}/store")
 
 

@@ -12,15 +12,17 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.http_client import HttpClient
-from ckpt_tool.storage.retry import retried
+from ckpt_tool.storage.hdfs.calls import HdfsError, Watch, watched
+from ckpt_tool.storage.http_client import HttpClient, silence_s
+from ckpt_tool.storage.retry import attempt, retried
 from ckpt_tool.storage.traffic import current_traffic
 
 __all__ = ["HdfsClient", "HdfsFile", "split_hdfs_url"]
@@ -30,6 +32,10 @@ Result = TypeVar("Result")
 CONNECTS_WITHIN_S = 10.0
 _WEBHDFS_PORT = 9870
 _MAX_READERS = 256
+_BLOCK_BYTES = 128 << 20
+"""Of files for which nobody wants another: what clusters have unless they are told otherwise."""
+_PIECE_BYTES = 1 << 20
+"""Written between two signs of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +71,68 @@ class HdfsClient:
         self.root = root
         self.traffic = current_traffic()
         self._native: Any = hdfs_native
-        _check_answers(root)
-        self._client = self.tried(lambda: hdfs_native.Client(root), where=root)
+        self._silence_s = silence_s()
+        self._has_answered = False
         self._readers: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._can_concat = True
+        self._can_concat = self._can_append = True
+        _check_answers(root)
+        self._client = attempt(lambda: self._in_time(lambda: hdfs_native.Client(root)), where=root)
 
-    def tried(self, call: Callable[[], Result], *, where: str) -> Result:
-        """``call()``, counted and tried again."""
+    def _tried(self, call: Callable[[Watch], Result], *, where: str) -> Result:
+        """``call(watch)``, counted, watched and tried again."""
 
         def counted() -> Result:
             self.traffic.note()
-            return call()
+            try:
+                result = watched(call, self._silence_s)
+            except TimeoutError as error:
+                if self._has_answered:
+                    raise
+                hint = "the port must be that of dfs.namenode.rpc-address, not that of the web pages"
+                raise StorageError(f"the name node does not answer: {error}", where=self.root, hint=hint) from error
+            self._has_answered = True
+            return result
 
         return retried(counted, where=where, on_retry=self.traffic.note_retry)
 
     def info(self, path: str) -> HdfsFile | None:
         """One file or folder, None where there is none."""
         try:
-            return _file(self.tried(lambda: self._client.get_file_info(path), where=self._where(path)))
+            return _file(self._tried(lambda _: self._client.get_file_info(path), where=self._where(path)))
         except NotFound:
             return None
 
     def files(self, path: str, *, deep: bool = True) -> list[HdfsFile]:
         """Everything below a folder, or only what lies in it; nothing where there is no such folder."""
+
+        def ask(watch: Watch) -> list[HdfsFile]:
+            found = []
+            for status in self._client.list_status(path, deep):
+                watch.alive()
+                found.append(_file(status))
+            return found
+
         self.traffic.note(requests=0, listings=1)
         try:
-            found = self.tried(lambda: list(self._client.list_status(path, deep)), where=self._where(path))
+            return self._tried(ask, where=self._where(path))
         except NotFound:
             return []
-        return [_file(status) for status in found]
 
-    def read(self, path: str, offset: int, length: int, *, where: str) -> bytes:
+    def read(self, path: str, offset: int, length: int, *, where: str) -> bytearray:
         """A range that lies within the file: the client's library ends the process on others.
 
         Raises:
             NotFound: no such file.
             StorageError: the file ends before the range does, or it failed for good.
         """
+        is_again = False
 
-        def ask() -> bytes:
+        def ask(watch: Watch) -> bytearray:
+            nonlocal is_again
+            if is_again:
+                self._forget(path)  # it may hold places of blocks that have moved
+            is_again = True
             reader = self._reader(path)
             size = len(reader)
             if size < offset + length:
@@ -113,96 +141,125 @@ class HdfsClient:
                     f"expected {length:,} bytes, got {got:,} before the end of the file ({length - got:,} missing)",
                     where=f"{where}:{offset}",
                 )
-            try:
-                data: bytes = reader.read_range(offset, length) if length else b""
-            except BaseException:
-                with self._lock:
-                    self._readers.pop(path, None)  # it may hold places of blocks that have moved
-                raise
-            return data
+            return _all_of(reader, offset, length, watch)
 
-        data = self.tried(ask, where=where)
+        data = self._tried(ask, where=where)
         self.traffic.note(requests=0, received=len(data))
         return data
 
     def read_now(self, path: str) -> bytes | None:
         """All of a small file as it is now, None where there is none; ``read`` goes by its first look at a file."""
 
-        def ask() -> bytes:
+        def ask(watch: Watch) -> bytearray:
             reader = self._client.read(path)
-            data: bytes = reader.read_range(0, len(reader)) if len(reader) else b""
-            return data
+            return _all_of(reader, 0, len(reader), watch)
 
         try:
-            data = self.tried(ask, where=self._where(path))
+            data = self._tried(ask, where=self._where(path))
         except NotFound:
             return None
         self.traffic.note(requests=0, received=len(data))
-        return data
+        return bytes(data)
 
     def write(
         self, path: str, data: bytes | bytearray | memoryview, *, scratch: str, block_bytes: int | None = None
     ) -> None:
         """Write a file, over what is there; it appears under its name when it is whole, before it is in ``scratch``."""
-        try:
-            self.rename(self._written(data, scratch, block_bytes), path, replace=True)
-        except NotFound:
-            found = self.info(path)
-            if found is None or found.nbytes != len(data):  # else the answer to an earlier attempt was lost
-                raise
+        self.rename(self._written(data, scratch, block_bytes), path, replace=True)
 
     def write_new(self, path: str, data: bytes | bytearray | memoryview, *, scratch: str) -> bool:
-        """Write a small file where there is none; False tells that one is there, maybe after all this one."""
-        try:
-            return self.rename(self._written(data, scratch, None), path, replace=False)
-        except NotFound:  # the answer to an earlier attempt was lost
-            return False
+        """Write a small file where there is none; False tells that one is there."""
+        return self.rename(self._written(data, scratch, None), path, replace=False)
 
     def _written(self, data: bytes | bytearray | memoryview, scratch: str, block_bytes: int | None) -> str:
         """A new file in a folder."""
         path = f"{scratch}/{uuid.uuid4().hex}.tmp"
 
-        def ask() -> None:
-            options = self._native.WriteOptions(overwrite=True, create_parent=True, block_size=block_bytes)
-            writer = self._client.create(path, options)
-            writer.write(data)
-            writer.close()
-
-        self.tried(ask, where=self._where(path))
-        self.traffic.note(requests=0, sent=len(data))
+        self.write_pieces(path, lambda: [data], block_bytes=block_bytes)
         return path
 
-    def write_pieces(self, path: str, pieces: Iterator[bytes]) -> None:
-        """Write a file front to back, over what is there; once, for the pieces come once."""
-        options = self._native.WriteOptions(overwrite=True, create_parent=True)
-        writer = self.tried(lambda: self._client.create(path, options), where=self._where(path))
+    def write_pieces(
+        self,
+        path: str,
+        pieces: Callable[[], Iterable[bytes | bytearray | memoryview]],
+        *,
+        block_bytes: int | None = None,
+    ) -> None:
+        """Write a file front to back, over what is there; ``pieces`` is called anew for each attempt."""
+
+        def ask() -> None:
+            self.traffic.note()
+            try:
+                self._write_all(path, pieces(), block_bytes or _BLOCK_BYTES)
+            except HdfsError as error:
+                if not (self._can_append and error.code == "UnsupportedOperationException"):
+                    raise
+                self._can_append = False  # files with erasure codes
+                self._write_all(path, pieces(), block_bytes or _BLOCK_BYTES)
+
+        retried(ask, where=self._where(path), on_retry=self.traffic.note_retry)
+
+    def _write_all(self, path: str, pieces: Iterable[bytes | bytearray | memoryview], block_bytes: int) -> None:
+        """Write a file once.
+
+        It is closed after each block and opened again: the library asks for the next block before the name node has
+        heard that the last one is stored, and takes its "not replicated yet" for the end.
+        """
+        options = self._native.WriteOptions(overwrite=True, create_parent=True, block_size=block_bytes)
+        writer, room = self._in_time(lambda: self._client.create(path, options)), block_bytes
         for piece in pieces:
-            self.traffic.note(requests=0, sent=len(piece))
-            writer.write(piece)
-        writer.close()
+            view = memoryview(piece).cast("B")
+            while view:
+                if not room:
+                    if self._can_append:
+                        self._in_time(writer.close)
+                        writer = self._in_time(lambda: self._client.append(path))
+                    room = block_bytes
+                n = min(room, _PIECE_BYTES, len(view))
+                self._in_time(partial(writer.write, view[:n]))
+                self.traffic.note(requests=0, sent=n)
+                view, room = view[n:], room - n
+        self._in_time(writer.close)
+
+    def _in_time(self, call: Callable[[], Result]) -> Result:
+        """One call, not tried again."""
+        return watched(lambda _: call(), self._silence_s)
 
     def make_folder(self, path: str) -> None:
         """Make a folder and those above it."""
-        self.tried(lambda: self._client.mkdirs(path, 0o755, True), where=self._where(path))  # noqa: FBT003
+        self._tried(lambda _: self._client.mkdirs(path, 0o755, True), where=self._where(path))  # noqa: FBT003
 
     def rename(self, source: str, target: str, *, replace: bool) -> bool:
         """Give another name in one step; False where something has it and may not be replaced."""
+        is_again = False
 
-        def ask() -> bool:
+        def ask(_: Watch) -> bool:
+            nonlocal is_again
+            was_asked, is_again = is_again, True
             try:
                 self._client.rename(source, target, replace)
-            except FileExistsError:
+            except (FileExistsError, FileNotFoundError) as error:
+                if was_asked and not self._is_there(source) and self._is_there(target):
+                    return True  # the answer to an earlier attempt was lost
+                if isinstance(error, FileNotFoundError):
+                    raise
                 return False
             return True
 
-        return self.tried(ask, where=self._where(target))
+        return self._tried(ask, where=self._where(target))
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._client.get_file_info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def delete(self, path: str) -> None:
         """Remove a file, or a folder with all in it, if it is there."""
-        with self._lock:
-            self._readers.pop(path, None)
+        self._forget(path)
         try:
-            self.tried(lambda: self._client.delete(path, True), where=self._where(path))  # noqa: FBT003
+            self._tried(lambda _: self._client.delete(path, True), where=self._where(path))  # noqa: FBT003
         except NotFound:
             return
 
@@ -224,8 +281,7 @@ class HdfsClient:
             return False
         self.traffic.note()
         self._can_concat = answer.status == 200
-        with self._lock:
-            self._readers.pop(target, None)
+        self._forget(target)
         return self._can_concat
 
     def _reader(self, path: str) -> Any:
@@ -239,8 +295,25 @@ class HdfsClient:
                 self._readers[path] = found
         return found
 
+    def _forget(self, path: str) -> None:
+        """Look at a file anew the next time."""
+        with self._lock:
+            self._readers.pop(path, None)
+
     def _where(self, path: str) -> str:
         return f"{self.root}{path}"
+
+
+def _all_of(reader: Any, offset: int, length: int, watch: Watch) -> bytearray:
+    """A range that lies within the file, as it comes."""
+    data, at = bytearray(length), 0
+    for piece in reader.read_range_stream(offset, length) if length else ():
+        watch.alive()
+        data[at : at + len(piece)] = piece
+        at += len(piece)
+    if at != length:
+        raise ConnectionError(f"expected {length:,} bytes, got {at:,}")
+    return data
 
 
 def _file(status: Any) -> HdfsFile:

@@ -8,6 +8,7 @@ but wants full blocks (FSDirConcatOp of Hadoop 3.3), so that a part is one block
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from urllib.parse import quote, unquote
 
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
@@ -101,7 +102,7 @@ class HdfsPlace:
             if not self._client.concat(first, batch):
                 joined = f"{self._parts_folder}/{quote(path, safe='')}.tmp"
                 left = [first, *others[others.index(batch[0]) :]]
-                self._client.write_pieces(joined, self._content(left))
+                self._client.write_pieces(joined, partial(self._content, left))
                 break
         full = self._full(path)
         self._client.make_folder(full.rpartition("/")[0])
@@ -171,7 +172,7 @@ class HdfsPlace:
     def _full(self, path: str) -> str:
         return f"{self._partial}/{path or _CONTENT}"
 
-    def _content(self, paths: Sequence[str]) -> Iterator[bytes]:
+    def _content(self, paths: Sequence[str]) -> Iterator[Bytes]:
         for path in paths:
             found = self._client.info(path)
             if found is None:

@@ -55,6 +55,9 @@ class HdfsStore:
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``; the first time the name node is asked too."""
+        return bytes(self._range(path, offset, length))
+
+    def _range(self, path: str, offset: int, length: int) -> bytearray:
         where = join_url(self.url, path)
         if self._is_closed:
             raise StorageError("used after it was closed", where=where)
@@ -65,7 +68,7 @@ class HdfsStore:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``path`` at ``offset``: one request, and one copy of the bytes."""
-        data = self.read(path, offset, buffer.nbytes)
+        data = self._range(path, offset, buffer.nbytes)
         if data:
             buffer.cast("B")[:] = data
 

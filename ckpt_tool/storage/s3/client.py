@@ -18,7 +18,7 @@ from typing import Literal
 from urllib.parse import unquote
 from xml.etree import ElementTree as ET
 
-from ckpt_tool.errors import NotFound, StorageError
+from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.http_client import HttpClient, HttpStatusError, Response, ShortAnswerError
 from ckpt_tool.storage.retry import retried
@@ -63,9 +63,15 @@ def split_s3_url(url: str) -> tuple[str, str]:
 
 
 class S3Client:
-    """One bucket. Safe to use from several threads."""
+    """One bucket. Safe to use from several threads.
+
+    Raises:
+        UsageError: no bucket, or settings that say nothing.
+    """
 
     def __init__(self, bucket: str, *, traffic: Traffic | None = None) -> None:
+        if not bucket:
+            raise UsageError("names no bucket", where="s3://", hint="s3://BUCKET/PATH")
         self.bucket = bucket
         self.traffic = current_traffic() if traffic is None else traffic
         self._settings, self._source = read_settings()

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tool.errors import TargetExists, UsageError
-from ckpt_tool.storage import part_target
-from ckpt_tool.storage.hdfs import place
+from ckpt_tool.errors import StorageError, TargetExists, UsageError
+from ckpt_tool.storage import part_target, retry
+from ckpt_tool.storage.hdfs import client, place
 from ckpt_tool.storage.hdfs.client import HdfsClient
+from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.target import Target, open_target
 from tests.storage.hdfs_fake import Cluster, Died, fake_module
@@ -103,10 +104,36 @@ def test_notes_of_others(cluster: Cluster) -> None:
 @pytest.mark.parametrize("n_joined", [0, 1])
 def test_no_concat(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, n_joined: int) -> None:
     """Where parts cannot be joined they are copied; also where that shows only after some were."""
+    monkeypatch.setattr(client, "_BLOCK_BYTES", 1200)  # a copy has several blocks
     real, calls = HdfsClient.concat, iter(range(100))
     monkeypatch.setattr(HdfsClient, "concat", lambda *a: next(calls) < n_joined and real(*a))
     run()
     assert files(cluster) == FILES
+
+
+def test_lost_answers(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that was given, though the name node could not say so, is not given again, and nobody else's."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0)
+    cluster.loses_answers = True
+    run()
+    assert files(cluster) == FILES
+    assert not HdfsClient("hdfs://lab").write_new("/run/out/sub/c.bin", b"x", scratch="/run")
+
+
+@pytest.mark.parametrize(("stalls_at", "message"), [(1, "the name node does not answer: no answer"), (3, "no answer")])
+def test_stalled(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, stalls_at: int, message: str) -> None:
+    """Silence is an error in the end, though the library waits for ever; of who never answered, after one attempt."""
+    monkeypatch.setattr(retry, "ATTEMPTS", 2)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0)
+    monkeypatch.setenv("CKPT_TIMEOUT_S", "0.05")
+    cluster.files["/run/x"] = b"content"
+    cluster.make("/run")
+    cluster.stalls_at = stalls_at
+    with pytest.raises(StorageError, match=message) as caught:
+        open_store("hdfs://lab/run/x")[0].read("x", 0, 7)
+    assert caught.value.message.endswith("(after 2 attempts)") == (stalls_at == 3)
+    assert cluster.n_calls == stalls_at + (stalls_at == 3)
+    cluster.stall.set()
 
 
 def test_old_target_stays(cluster: Cluster) -> None:
