@@ -51,6 +51,8 @@ def clean(run: Run, *, delete: Delete = False, min_age: MinAge = 10, json: Json 
     nbytes = format_bytes(sum(each.nbytes for each in old))
     if not found.leftovers:
         ending = "nothing left over"
+    elif not old:
+        ending = "nothing to remove yet: --min-age 0 takes these too"
     elif found.removed:
         ending = f"removed {counted(len(old), 'folder')}, {nbytes}"
     else:

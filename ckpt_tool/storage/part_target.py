@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
 from ckpt_tool.storage.part_commit import delete_old, measure
@@ -265,7 +266,7 @@ class PartTarget:
             raise TargetExists("is a file, expected to write a folder", where=self.url, hint="choose another name")
         if self._old and not self._overwrite:
             hint = 'choose another name, or replace it with "--overwrite" (it stays until the new bytes are all there)'
-            raise TargetExists(f"is there already, with {len(self._old):,} files", where=self.url, hint=hint)
+            raise TargetExists(f"is there already, with {counted(len(self._old), 'file')}", where=self.url, hint=hint)
 
     def _forget(self) -> None:
         """Let go of what an earlier run has left."""

@@ -25,6 +25,8 @@ from ckpt_tool.storage.urls import join_url
 __all__ = ["RemoteLeftover", "remote_leftovers"]
 
 _OWN = re.compile(r"(.+?)(?:\.([0-9a-f]{8}))?\.partial")
+_BEFORE_MARKED = re.compile(r"(.+\.partial)/\.parts/.+")
+"""What a run on HDFS writes even before its mark, which is a file that gets its name when it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,9 @@ def remote_leftovers(run: str) -> list[RemoteLeftover]:
 
 
 def _found(run: str, listing: Listing) -> Iterator[RemoteLeftover]:
-    folders = [path.rpartition("/")[0] for path in listing.sizes if path.rpartition("/")[2] == MARKER_NAME]
-    for folder in sorted(filter(None, folders)):
+    marked = {path.rpartition("/")[0] for path in listing.sizes if path.rpartition("/")[2] == MARKER_NAME}
+    unmarked = {match[1] for path in listing.sizes if (match := _BEFORE_MARKED.fullmatch(path))} - marked
+    for folder in sorted(filter(None, marked | unmarked)):
         own = _OWN.fullmatch(folder)
         below = {path for path in listing.sizes if path.startswith(f"{folder}/")}
         modified = max(listing.modified.get(path, 0.0) for path in below)
@@ -70,6 +73,8 @@ def _found(run: str, listing: Listing) -> Iterator[RemoteLeftover]:
                 if own is not None:
                     nbytes = sum(listing.sizes[path] for path in below)
                     yield RemoteLeftover(folder, nbytes, len(below), modified, place.clear)
+            elif folder in unmarked:
+                pass  # not of this tool
             elif own is not None or not (_has_last(below) or _reads(join_url(run, folder))):
                 yield _with_parts(place, folder, modified, keeps=False)
             elif is_of_save(place.get(MARKER_NAME) or b""):

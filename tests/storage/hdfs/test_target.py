@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ckpt_tool
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
 from ckpt_tool.storage import part_target, retry
 from ckpt_tool.storage.hdfs import client, place
@@ -171,6 +172,14 @@ def test_discarded(cluster: Cluster) -> None:
     write(target)
     target.abandon(discard=True)
     assert cluster.files == {}
+
+
+def test_cleaned(cluster: Cluster) -> None:
+    """Of a run that was killed before its mark had its name; a checkpoint that has only no name yet is left alone."""
+    cluster.files.update({"/run/a.partial/.parts/1.tmp": b"mark", "/run/b.partial/.metadata": b"whole"})
+    cluster.make("/run/a.partial/.parts")
+    assert [left.path for left in ckpt_tool.clean("hdfs://lab/run", dry_run=False).leftovers] == ["a.partial"]
+    assert set(cluster.files) == {"/run/b.partial/.metadata"}
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over"])
