@@ -62,6 +62,12 @@ def select(
         keep &= _any_of(include, tensors, manifest.root)
     if exclude:
         keep &= ~_any_of(exclude, tensors, manifest.root)
+    if not len(tensors) and manifest.blobs and (include or exclude or sections):
+        raise NotFound(
+            f"no tensors, only {len(manifest.blobs):,} other objects",
+            where=manifest.root or None,
+            hint="inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one",
+        )
     if not keep.any() and (include or exclude or sections):
         raise NotFound(
             f"none of {len(tensors):,} tensors is left: include {list(include)}, exclude {list(exclude)}, sections "

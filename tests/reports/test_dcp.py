@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import DefaultSavePlanner, save
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_tool
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.formats._pickle.nodes import Size
+from tests.formats.dcp import build
 from tests.formats.dcp.build import Checkpoint
 from tests.formats.rank_pt.test_placements import rank_files as saved_by_ranks
 from tests.reports.conftest import FIXTURES, Ckpt
@@ -363,3 +365,26 @@ def test_r22_scalars_and_nothing(ckpt: Ckpt, tmp_path: Path, to: str) -> None:
     back = ckpt("reshard", out, tmp_path / "back", "--tp", "2", "--default", "shard0", "--to", "rank-files")
     assert back.status == 0
     assert as_bytes(tmp_path / "back") == as_bytes(source)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_inside_an_object_are_never_lost(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A state dict that was not flattened is one object: a format of tensors alone refuses it, DCP takes it along."""
+    state, planner = {"model": {"w": torch.ones(2)}, "step": 3}, DefaultSavePlanner(flatten_state_dict=False)
+    save(state, checkpoint_id=tmp_path / "source", no_dist=True, planner=planner)
+    assert "w: <tensor float32 [2]>" in ckpt("inspect", tmp_path / "source", "--objects").text
+    assert "no tensors, only 2 other objects" in ckpt("export", tmp_path / "source", tmp_path / "out").err
+    refused = ckpt("export", tmp_path / "source", tmp_path / "out", "--all")
+    assert (refused.status, "'model' holds 1 tensors, which safetensors would lose" in refused.err) == (3, True)
+    assert ckpt("reshard", tmp_path / "source", tmp_path / "moved", "--dp", "2").status == 0
+    assert ckpt("diff", tmp_path / "source", tmp_path / "moved", "--everything").status == 0
+
+
+def test_metadata_of_torch_1_13(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of DCP lived in another module before torch 2.0."""
+    old = "torch.distributed._shard.checkpoint.metadata"
+    monkeypatch.setattr(build.record, "__defaults__", (old,))
+    source = put(tmp_path / "source", build.row_cut().files())
+    assert old.encode() in (source / ".metadata").read_bytes()
+    assert ckpt("verify", source, "--full").status == 0
+    assert values(source, "w") == torch.arange(18.0).reshape(6, 3).tolist()

@@ -26,7 +26,7 @@ from ckpt_tool.api.convert.hf_names import names_options, with_hf_names
 from ckpt_tool.api.convert.masters import of_masters
 from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
-from ckpt_tool.api.convert.selection import select_tensors
+from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.tied import without_tied
 from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.engine.base import Progress
@@ -171,6 +171,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     blobs: tuple[Blob, ...] = ()
     if everything and to in _HOLDS_OBJECTS:
         blobs = by_name(selection.load_objects(checkpoint))
+    elif everything:
+        dropped += no_tensors(selection.load_objects(checkpoint), to)
     else:
         dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
     tensors = cast_model(manifest.tensors, wanted_dtype(dtype))

@@ -12,7 +12,6 @@ from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_chec
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
-    Dropped,
     Execution,
     build_conversion,
     cast_model,
@@ -22,7 +21,7 @@ from ckpt_tool.api.convert.conversion import (
 )
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
-from ckpt_tool.api.convert.selection import select_tensors
+from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.stored_boxes import Storing, stored_boxes
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
@@ -173,7 +172,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         manifest, blobs = selection.manifest, selection.load_objects(checkpoint)
         dropped, notes = selection.dropped, [*selection.notes]
         if to in _WEIGHTS_ALONE:
-            dropped, blobs = (*dropped, *(Dropped(blob.fqn, "not a tensor") for blob in blobs)), ()
+            dropped, blobs = (*dropped, *no_tensors(blobs, to)), ()
         options = WriterOptions(
             vpp=vpp,
             first_stage_layers=first_stage_layers,

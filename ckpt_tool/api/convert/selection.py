@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.unequal import apply_unequal, parse_unequal, settle_unequal
-from ckpt_tool.errors import CoverageError
+from ckpt_tool.errors import CoverageError, Unsupported
+from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.select import OF_TYPES, matching, select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 
-__all__ = ["Selection", "select_tensors"]
+__all__ = ["Selection", "no_tensors", "select_tensors"]
 
 _GATHERED = ".param_state/shard_"
 """In the names of objects that are optimizer state: Megatron's buffers, gathered from the ranks that share them."""
@@ -34,6 +35,22 @@ class Selection:
         """The objects that are taken, with their inert values; the others are not read."""
         blobs = checkpoint.load_blobs(self.objects)
         return tuple(blobs[row] for row in self.objects)
+
+
+def no_tensors(blobs: Sequence[Blob], to: str) -> list[Dropped]:
+    """A reason for each loaded object that a format of tensors alone leaves out.
+
+    Raises:
+        Unsupported: one has tensors inside, which would be lost with it.
+    """
+    for blob in blobs:
+        held = len(storages(blob.value)) if blob.is_loaded else 0
+        if held:
+            raise Unsupported(
+                f"the object {blob.fqn!r} holds {held:,} tensors, which {to} would lose",
+                hint=f"leave it out with --exclude {blob.fqn!r}, or save it flattened (flatten_state_dict=True of DCP)",
+            )
+    return [Dropped(blob.fqn, "not a tensor") for blob in blobs]
 
 
 def select_tensors(

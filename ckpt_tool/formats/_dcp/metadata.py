@@ -38,6 +38,8 @@ __all__ = [
 METADATA_NAME = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODULE = "torch.distributed.checkpoint.metadata"
+_OLD_MODULE = "torch.distributed._shard.checkpoint.metadata"
+"""Of torch 1.13."""
 _ROOT = re.compile(rb"\A\x80[\x02-\x05](?:\x95.{8})?(?:c|\x8c.|X.{4})([\w.]+)(?:\n|[^\w]{1,8})(\w+)", re.DOTALL)
 
 # Of these a file holds one per chunk or tensor, so they are kept as bare dicts.
@@ -120,6 +122,8 @@ def foreign_root(head: bytes, module: str = _MODULE) -> str | None:
     if match is None:
         return "an empty file" if not head else "no pickle" if head[:1] != b"\x80" else "a pickle of something else"
     found, name = match[1].decode(), match[2].decode()
+    if found == _OLD_MODULE:
+        found = _MODULE
     return None if (found, name) == (module, "Metadata") else f"a pickle of {found}.{name}"
 
 

@@ -23,6 +23,8 @@ __all__ = [
     "TensorNode",
     "TensorRef",
     "WrapperRef",
+    "check_extent",
+    "tensor_text",
 ]
 
 
@@ -165,6 +167,28 @@ TensorNode = (
 TENSOR_RECORDS = (TensorRef, WrapperRef, SparseTensorRef, QuantizedTensorRef, MetaTensorRef, InlineTensorRef)
 
 
+def tensor_text(value: TensorNode) -> str:
+    """What a tensor is, in a few words.
+
+    >>> tensor_text(MetaTensorRef(Global("torch", "float32"), (2,), (1,)))
+    '<meta tensor float32 [2]>'
+    """
+    if isinstance(value, InlineTensorRef):
+        return f"<tensor {_dtype_name(value.dtype)} in numpy>"
+    if isinstance(value, QuantizedTensorRef):
+        return f"<tensor {value.tensor.dtype.name} {list(value.tensor.shape)} {value.scheme}>"
+    if isinstance(value, SparseTensorRef):
+        return f"<tensor {value.layout} {list(value.shape)}>"
+    if isinstance(value, TensorRef):
+        return f"<tensor {value.dtype.name} {list(value.shape)}>"
+    name = value.cls.last if isinstance(value, WrapperRef) else "meta tensor"
+    return f"<{name} {_dtype_name(value.dtype)} {list(value.shape)}>"
+
+
+def _dtype_name(dtype: Any) -> str:
+    return dtype.name if isinstance(dtype, (DType, Global)) else "?"
+
+
 def check_extent(
     storage: StorageRef, dtype: DType, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
@@ -198,3 +222,5 @@ def check_extent(
 # that were made when the record was.
 for _record in (StorageRef, *TENSOR_RECORDS):
     _record.__setstate__ = refuse_state  # type: ignore[union-attr]
+for _record in TENSOR_RECORDS:
+    _record.__repr__ = tensor_text  # type: ignore[assignment]

@@ -19,13 +19,10 @@ from ckpt_tool.formats._pickle.numpy_values import NumpyDType
 from ckpt_tool.formats._pickle.readable import readable
 from ckpt_tool.formats._pickle.tensors import (
     TENSOR_RECORDS,
-    InlineTensorRef,
-    QuantizedTensorRef,
-    SparseTensorRef,
     StorageRef,
     TensorNode,
     TensorRef,
-    WrapperRef,
+    tensor_text,
 )
 
 __all__ = ["leaves", "plain", "storages", "tensor_leaves", "value_leaves", "walk"]
@@ -230,28 +227,11 @@ def _text(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return f"<{len(value):,} bytes>" if len(value) > 64 else repr(bytes(value))
     if isinstance(value, TENSOR_RECORDS):
-        return _tensor_text(value)
+        return tensor_text(value)
     if isinstance(value, (Global, NumpyDType, slice, range, complex)):
         is_short = isinstance(value, (Global, NumpyDType, complex))
         return repr(value)[:_MAX_TEXT] if is_short else f"<{type(value).__name__}>"
     return f"<{type(value).__name__}>"
-
-
-def _tensor_text(value: TensorNode) -> str:
-    if isinstance(value, InlineTensorRef):
-        return f"<tensor {_dtype_name(value.dtype)} in numpy>"
-    if isinstance(value, QuantizedTensorRef):
-        return f"<tensor {value.tensor.dtype.name} {list(value.tensor.shape)} {value.scheme}>"
-    if isinstance(value, SparseTensorRef):
-        return f"<tensor {value.layout} {list(value.shape)}>"
-    if isinstance(value, TensorRef):
-        return f"<tensor {value.dtype.name} {list(value.shape)}>"
-    name = value.cls.last if isinstance(value, WrapperRef) else "meta tensor"
-    return f"<{name} {_dtype_name(value.dtype)} {list(value.shape)}>"
-
-
-def _dtype_name(dtype: Any) -> str:
-    return dtype.name if isinstance(dtype, (DType, Global)) else "?"
 
 
 def _label(key: Any) -> str | int:

@@ -69,7 +69,11 @@ def blob_entry(blob: Blob) -> tuple[KeyPath, Any]:
     if not blob.is_loaded:
         raise Unsupported("the object was not loaded, so it cannot be pickled into another file", where=blob.fqn)
     if storages(blob.value):
-        raise Unsupported("the object has tensors inside, which stay in their own file", where=blob.fqn)
+        raise Unsupported(
+            "the object has tensors inside, which stay in their own file",
+            where=blob.fqn,
+            hint=f"leave it out with --exclude {blob.fqn!r}",
+        )
     return blob.path or (blob.fqn,), blob.value
 
 
