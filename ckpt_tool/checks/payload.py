@@ -19,7 +19,7 @@ from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.checks.steps import mixed_steps
 from ckpt_tool.checks.strays import other_files
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.formats.base import Checksum, Reader, Source
+from ckpt_tool.formats.base import Checksum, MetadataChecker, Reader, Source
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -27,7 +27,7 @@ from ckpt_tool.manifest.tables import FileTable
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
-__all__ = ["Payload", "check_content", "check_headers"]
+__all__ = ["Payload", "check_content", "check_headers", "check_metadata"]
 
 _MAX_FAULTS = 32
 """After so many unreadable checksums of parts, parts are no longer searched for the readable ones."""
@@ -55,7 +55,7 @@ def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: E
     """
     there = restricted(manifest, extents.has_chunk, extents.has_blob)
     resolved, findings = resolve_all(reader, source, there)
-    findings += _own_checks(reader, source, resolved)
+    findings += _caught(lambda: reader.check(source, resolved))
     after = measure(resolved, source.listing)
     if not is_resolved(there).all():  # item ranges were judged before, payload ranges are new
         findings += extent_findings(resolved, source.listing, after)
@@ -69,9 +69,15 @@ def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: E
     return Payload(resolved, tuple(findings), stored=readable)
 
 
-def _own_checks(reader: Reader, source: Source, manifest: Manifest) -> Iterator[Finding]:
+def check_metadata(reader: Reader, source: Source, manifest: Manifest) -> Iterator[Finding]:
+    """What files of metadata and headers of files contradict, where the format has several; no payload is read."""
+    if isinstance(reader, MetadataChecker):
+        yield from _caught(lambda: reader.check_metadata(source, manifest))
+
+
+def _caught(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     try:
-        yield from reader.check(source, manifest)
+        yield from check()
     except StorageError:
         raise
     except CkptError as error:

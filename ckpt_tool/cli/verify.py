@@ -73,7 +73,7 @@ PlanFetch = Annotated[
 def verify(
     source: Source,
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="Listing and metadata only; no payload is touched.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Listing, metadata and headers; no payload is read.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Read every byte: checksums, NaN, zeros, repeats, replicas.")
     ] = False,

@@ -26,6 +26,7 @@ __all__ = [
     "CuttingWriter",
     "LaterSegments",
     "LayOut",
+    "MetadataChecker",
     "PlacingWriter",
     "Probe",
     "Reader",
@@ -126,6 +127,15 @@ class Reader(Protocol):
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Contradictions that only this format can have (index against headers, stray files ...)."""
+        ...
+
+
+@runtime_checkable
+class MetadataChecker(Protocol):
+    """A reader whose metadata lies in several places, so that it can contradict itself before any payload is read."""
+
+    def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """The part of ``Reader.check`` that reads metadata and headers of files only: for ``verify --quick``."""
         ...
 
 

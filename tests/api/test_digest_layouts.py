@@ -53,6 +53,7 @@ def test_tensor_parallel_copy_and_legacy_files(tmp_path: Path) -> None:
         ("legacy_t2p2", "mp_rank_01_001/model_optim_rng.pt", "1 of 4 files mp_rank_#_#/model_optim_rng.pt are missing"),
         ("td_full_t2p2d2", "__3_0.distcp", "__3_0.distcp is missing; it holds"),
         ("td_full_t2p2d2", ".metadata", "no .metadata: its save did not end"),
+        ("td_full_t2p2d2", "metadata.json", "metadata.json is missing beside common_state/shard_0_1"),
     ],
 )
 def test_iterations(tmp_path: Path, name: str, lost: str, why: str) -> None:
@@ -65,4 +66,4 @@ def test_iterations(tmp_path: Path, name: str, lost: str, why: str) -> None:
     assert found.latest is not None
     assert found.latest.path == "iter_0000010"
     assert found.steps[1].problems[0].startswith(why)
-    assert (found.trackers[0].says or "").startswith("names 20; which is not complete (")
+    assert (found.trackers[0].says or "").startswith("names 20, which is not complete: ")

@@ -183,7 +183,7 @@ def test_verl(tmp_path: Path) -> None:
     first, second = found.steps
     assert first.parts == (("actor", "torch-ranks"), ("critic", "torch-ranks"))
     assert (first.layout, first.is_complete, second.is_complete) == ("4 ranks", True, False)
-    assert (found.trackers[0].says or "").startswith("names 10; which is not complete (")
+    assert (found.trackers[0].says or "").startswith("names 10, which is not complete: ")
 
 
 def test_orbax_numbers(tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def test_r91_index_against_files(ckpt: Ckpt, tmp_path: Path, change: Change, sai
     found = ckpt("verify", source)
     assert said in found.text
     assert found.status == (0 if change is unlisted else 1)
+    quick = ckpt("verify", source, "--quick")  # headers are no payload
+    assert (quick.status, said in quick.text) == (found.status, True)
     done = ckpt("export", source, tmp_path / "out", "--names", "source")
     assert done.status == (0 if is_exported else 3)
     if is_exported:

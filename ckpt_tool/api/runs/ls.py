@@ -259,14 +259,13 @@ class _Run:
         beside = [step for step in listing.steps if step.path.rpartition("/")[0] == target.parent]
         own = next((step for step in beside if step.path == target.path), None)
         newer = [step for step in beside if target.name.step is not None and (step.step or -1) > target.name.step]
-        said = [f"names {text}"]
-        if own is not None and not own.is_complete:
-            said.append(f"which is not complete ({own.problems[0]})")
+        is_bad = own is not None and not own.is_complete
+        said = [f"names {text}" + (f", which is not complete: {own.problems[0]}" if own and is_bad else "")]
         for is_complete, state in ((True, "complete"), (False, "not complete")):
             names = [step.path for step in newer if step.is_complete is is_complete]
             if names:
                 said.append(f"newer and {state}: {', '.join(names)}")
-        return "; ".join(said) if len(said) > 1 else None
+        return "; ".join(said) if is_bad or len(said) > 1 else None
 
     def _beside_others(self, files: StepFiles, found: Judgement) -> Iterator[str]:
         """State that nearly all other steps have."""

@@ -14,8 +14,9 @@ from itertools import product
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.formats.base import Reader, Source
+from ckpt_tool.formats.base import MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
+from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, format_bytes
@@ -192,7 +193,9 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
         except CkptError as error:
             return _Read((f"its metadata cannot be read: {error}",), None)
         missing = extent_findings(manifest, listing, measure(manifest, listing))
-        return _Read(tuple(finding.message for finding in missing), manifest)
+        lacking = reader.check_metadata(source, manifest) if isinstance(reader, MetadataChecker) else ()
+        errors = [*missing, *(finding for finding in lacking if finding.severity is Severity.ERROR)]
+        return _Read(tuple(finding.message for finding in errors), manifest)
     problems = [text for path in listing.paths if _INDEX.fullmatch(path) for text in _by_index(source, path)]
     if listing.entry is not None:
         problems += _by_tail(source, listing.entry)
@@ -289,19 +292,38 @@ def _grids(step: StepFiles) -> Iterator[str]:
         sizes = [max(column) + 1 for column in zip(*numbers, strict=True)]
         missing = [each for each in product(*map(range, sizes)) if each not in numbers]
         if missing:
-            example = re.sub(r"\d+", "#", sample[0])
+            example = _pattern_of(sample[1])
             yield f"{len(missing):,} of {len(missing) + len(numbers):,} files {example} are missing: {_some(missing)}"
+    has_index = any(_INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
     for pattern, first in ((_OF_WORLD, 0), (_OF_SHARDS, 1)):
+        if has_index and pattern is _OF_SHARDS:
+            continue
+        sample = None
         found: dict[tuple[str, ...], set[int]] = {}
         for path in step.sizes:
             match = pattern.fullmatch(path)
             if match is not None:
                 total, number = (match[2], match[3]) if pattern is _OF_WORLD else (match[3], match[2])
                 found.setdefault((match[1], total), set()).add(int(number))
-        for (name, total), have in found.items():
+                sample = path, match
+        for (_, total), have in found.items():
             lost = sorted(set(range(first, int(total) + first)) - have) if int(total) <= len(step.sizes) * 64 else [0]
-            if lost:
-                yield f"{len(lost):,} of {int(total):,} files {name} are missing: {_some(lost)}"
+            if lost and sample is not None:
+                example = _pattern_of(sample[1], 3 if pattern is _OF_WORLD else 2)
+                yield f"{len(lost):,} of {int(total):,} files {example} are missing: {_some(lost)}"
+
+
+def _pattern_of(match: re.Match[str], *groups: int) -> str:
+    r"""The name that matched, a sign in place of its numbers: all of them, or those of these groups.
+
+    >>> _pattern_of(re.fullmatch(r"bf16_rank_(\d+)\.pt", "bf16_rank_3.pt"))
+    'bf16_rank_#.pt'
+    """
+    text = match.string
+    for group in reversed(groups or range(1, match.re.groups + 1)):
+        if match[group] is not None:
+            text = f"{text[: match.start(group)]}#{text[match.end(group) :]}"
+    return text
 
 
 def _is_orbax(step: StepFiles) -> bool:

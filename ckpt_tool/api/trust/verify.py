@@ -16,7 +16,7 @@ from ckpt_tool.api.manifest_file import read_manifest
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.absent import missing_file_findings
 from ckpt_tool.checks.extents import measure
-from ckpt_tool.checks.payload import check_content, check_headers
+from ckpt_tool.checks.payload import check_content, check_headers, check_metadata
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
 from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.checks.tolerant import read_tolerantly
@@ -49,10 +49,10 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
 
     Args:
         checkpoint: a path, a URL, or an open checkpoint, which stays open.
-        level: ``quick`` looks at the listing and the metadata and reads no payload; ``default`` compares each payload's
-            own header with the metadata besides, and runs the format's own checks; ``full`` reads every byte: recorded
-            checksums, NaN and infinities, runs of zeros in optimizer state, stretches that stand twice, replicas, tied
-            copies, padding of the vocabulary.
+        level: ``quick`` looks at the listing, the metadata and headers of files, and reads no payload; ``default``
+            compares each payload's own header with the metadata besides, and runs the format's own checks; ``full``
+            reads every byte: recorded checksums, NaN and infinities, runs of zeros in optimizer state, stretches that
+            stand twice, replicas, tied copies, padding of the vocabulary.
         memory_budget_bytes: what buffers may take together.
         manifest: a file that ``write_manifest`` wrote; every tensor is read and compared with its recorded digest.
         strip_prefixes: with ``manifest``, prefixes to take off the names of both sides, the first that fits.
@@ -140,6 +140,8 @@ def _report(
     extents = measure(manifest, source.listing)
     structure: list[Finding] = list(structure_findings(manifest, source.listing, extents))
     findings = structure
+    if level == "quick":
+        findings = [*structure, *check_metadata(checkpoint.reader, source, manifest)]
     checked_nbytes = covered_nbytes = 0
     unproven: tuple[str, ...] = ()
     if level != "quick":

@@ -14,10 +14,12 @@ from ckpt_tool.formats.dcp.resolve import located_items
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 
-__all__ = ["check"]
+__all__ = ["check", "metadata_findings"]
 
 _NAMES_SHOWN = 20
 _MEGATRON_COMMON, _MEGATRON_CONFIG = "common.pt", "metadata.json"
+_MEGATRON_STATE = "common_state/shard_"
+"""What newer ones have in place of ``common.pt``."""
 
 
 def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
@@ -27,7 +29,7 @@ def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
     With the head of every item (requests as for ``resolve``): ``item-mismatch``.
     """
     yield from file_findings(source, manifest)
-    yield from _metadata_findings(source)
+    yield from metadata_findings(source, manifest)
     for located in located_items(source, manifest, np.arange(len(manifest.chunks), dtype=np.int64)):
         where = item_of(manifest, located.row)
         nbytes = source.listing.sizes.get(where.path)
@@ -36,10 +38,12 @@ def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
             yield Finding("item-mismatch", Severity.ERROR, str(located.error), fqn, where)
 
 
-def _metadata_findings(source: Source) -> Iterator[Finding]:
+def metadata_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """Holes in the ranks of a checkpoint that has one metadata file per rank; what Megatron's lacks."""
-    if _MEGATRON_COMMON in source.listing and _MEGATRON_CONFIG not in source.listing:
-        said = f"{_MEGATRON_CONFIG} is missing beside {_MEGATRON_COMMON}: Megatron writes it last and needs it to load"
+    common = _MEGATRON_COMMON if _MEGATRON_COMMON in source.listing else None
+    common = common or next((b.fqn for b in manifest.blobs if b.fqn.startswith(_MEGATRON_STATE)), None)
+    if common is not None and _MEGATRON_CONFIG not in source.listing:
+        said = f"{_MEGATRON_CONFIG} is missing beside {common}: Megatron writes it last and needs it to load"
         yield Finding("missing-metadata", Severity.ERROR, said, where=FileRange(_MEGATRON_CONFIG, 0, 0))
     ranks = {rank for path in metadata_paths(source) if (rank := rank_metadata(path)) is not None}
     for rank in sorted(set(range(max(ranks, default=-1) + 1)) - ranks)[:_NAMES_SHOWN]:

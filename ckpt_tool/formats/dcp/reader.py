@@ -96,6 +96,12 @@ class DcpReader:
 
         return checks.check(source, manifest)
 
+    def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Metadata files that are not here; no request."""
+        from ckpt_tool.formats.dcp import checks  # for verify alone
+
+        return checks.metadata_findings(source, manifest)
+
 
 READER = DcpReader()
 

@@ -131,7 +131,7 @@ def _tracked(source: Source, found: Collection[str], complete: list[str]) -> Loc
             state = f", of which {_listed(unfinished)} unfinished" if unfinished else ""
             note += f"; newer than it: {_listed(newer)}{state}"
         return Location(folder, (note,))
-    what = "is not complete" if folder in found else "is not there"
+    what = "is not complete" if folder in found else "is not there, or an empty folder"
     hint = f'name one of them: "{source.listing.url.rstrip("/")}/{complete[-1]}"' if complete else None
     if f"{folder}/.metadata" in source.listing:
         hint = f'saved as fsdp_dtensor or torch_dcp, it is plain DCP: "{source.listing.url.rstrip("/")}/{folder}"'

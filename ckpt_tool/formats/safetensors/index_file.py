@@ -26,9 +26,12 @@ from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_path
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "SafetensorsIndexReader"]
+
+_FINDINGS = "safetensors-index findings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,9 @@ class SafetensorsIndexReader(ResolvedReader):
         lost = {path for fqn, path in wanted.items() if fqn not in taken_from}
         missing = [p for p in found.index.files if p in lost and p not in source.listing] if found.index else []
         missing = list(dict.fromkeys([*missing, *_missing_siblings(found.paths)]))
-        notes = [*_notes(found, source.listing), *notes, *tied_note(info, tensors.index)]
+        findings = tuple(_findings(found, source.listing))
+        source.remembered[_FINDINGS] = source.listing, findings
+        notes = [*_notes(found, findings, source.listing), *notes, *tied_note(info, tensors.index)]
         info = {
             "index": found.index.path if found.index else None,
             "metadata": dict(found.headers[0].metadata) if found.headers else {},
@@ -96,13 +101,20 @@ class SafetensorsIndexReader(ResolvedReader):
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Index against headers, gaps in numbered names, and what `SafetensorsReader.check` finds.
 
-        Reads the headers again: one request per file. Where torch's shards lie in ``sharded/``, tensors without
-        dimensions are compared with them, because torch's consolidation (2.13) writes zeros in their place.
+        Where torch's shards lie in ``sharded/``, tensors without dimensions are compared with them, because torch's
+        consolidation (2.13) writes zeros in their place.
         """
-        found = _contents(source)
-        yield from _findings(found, source.listing)
+        yield from self.check_metadata(source, manifest)
         yield from config_findings(source, manifest)
         yield from _scalar_findings(source, manifest)
+
+    def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002
+        """Index against headers, and gaps in numbered names; no request behind `read`, else the same ones."""
+        known: tuple[Listing, tuple[Finding, ...]] | None = source.remembered.get(_FINDINGS)
+        if known is not None and known[0] is source.listing:
+            yield from known[1]
+        else:
+            yield from _findings(_contents(source), source.listing)
 
 
 def _contents(source: Source) -> _Contents:
@@ -194,17 +206,25 @@ def _findings(found: _Contents, listing: Listing) -> Iterator[Finding]:
                 f"{path} is not here, by the numbers in its siblings' names",
                 where=FileRange(path, 0, 0),
             )
+    numbered = sum(_family(path) is not None for path in found.paths)
+    if found.index is None and numbered:
+        yield Finding(
+            "no-index",
+            Severity.WARNING,
+            f"no *.safetensors.index.json, by which programs find the {counted(numbered, 'numbered file')}: ckpt edit "
+            "--fix-index writes it anew",
+        )
 
 
-def _notes(found: _Contents, listing: Listing) -> list[str]:
+def _notes(found: _Contents, findings: Sequence[Finding], listing: Listing) -> list[str]:
     notes = header_notes(found.paths, found.headers)
     kinds: dict[str, list[Finding]] = {}
-    for finding in _findings(found, listing):
-        if finding.kind not in {"shared-bytes", "large-header", "total-size"}:
+    for finding in findings:
+        if finding.kind not in {"shared-bytes", "large-header", "total-size", "no-index"}:
             kinds.setdefault(finding.kind, []).append(finding)
-    for findings in kinds.values():
-        more = f" (and {len(findings) - 1:,} more like this)" if len(findings) > 1 else ""
-        notes.append(findings[0].message + more)
+    for alike in kinds.values():
+        more = f" (and {len(alike) - 1:,} more like this)" if len(alike) > 1 else ""
+        notes.append(alike[0].message + more)
     if kinds and found.index is not None:
         notes.append(f"where {found.index.path} and the headers of the files differ, the headers were followed")
     if found.index is None:

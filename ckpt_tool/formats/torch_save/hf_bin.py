@@ -27,6 +27,7 @@ from ckpt_tool.storage.store import Listing
 __all__ = ["READER", "HfBinReader"]
 
 _INDEX_SUFFIX = ".bin.index.json"
+_FINDINGS = "hf-bin findings"
 _MAX_FILES = 100_000
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5,})-of-(?P<count>[0-9]{5,})\.bin")
 
@@ -99,7 +100,9 @@ class HfBinReader(TorchFilesReader):
             for file, entries in zip(found.files, found.entries, strict=True)
         ]
         assembly = assemble(parts, section_of)
-        faults = [f for f in _index_findings(found, source) if f.kind not in {"total-size", "stray-file"}]
+        findings = tuple(_index_findings(found, source))
+        source.remembered[_FINDINGS] = source.listing, findings
+        faults = [f for f in findings if f.kind not in {"total-size", "stray-file"}]
         assembly.notes += [finding.message for finding in faults]
         lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
         missing = [path for path in found.index.files if path in lost and path not in source.listing]
@@ -110,10 +113,18 @@ class HfBinReader(TorchFilesReader):
         return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
-        """Everything in which index and files differ; the files are opened again, three requests each."""
-        yield from _index_findings(_contents(source), source)
+        """Everything in which index and files differ, and what single files have wrong."""
+        yield from self.check_metadata(source, manifest)
         yield from archive_findings(source, manifest)
         yield from shared_bytes_findings(manifest)
+
+    def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002
+        """Everything in which index and files differ; no request behind `read`, else the same ones."""
+        known: tuple[Listing, tuple[Finding, ...]] | None = source.remembered.get(_FINDINGS)
+        if known is not None and known[0] is source.listing:
+            yield from known[1]
+        else:
+            yield from _index_findings(_contents(source), source)
 
 
 def _contents(source: Source) -> _Contents:

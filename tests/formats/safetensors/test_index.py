@@ -181,6 +181,7 @@ def test_numbered_files_without_an_index_show_what_is_missing() -> None:
     names = [f"m-0000{i}-of-00003.safetensors" for i in (1, 3)]
     manifest, found = judged({name: model_bytes({name[:7]: b"1"}) for name in names})
     assert found["missing-file"].severity is Severity.ERROR
+    assert found["no-index"].severity is Severity.WARNING
     assert manifest.info["missing_files"] == ["m-00002-of-00003.safetensors"]
 
 
