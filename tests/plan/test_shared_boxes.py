@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.geometry.cover import coverage
@@ -33,6 +33,7 @@ def loads(shapes: list[tuple[int, ...]], n_ranks: int, itemsize: int) -> IntArra
     return load
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(32 * 9, 4_000), st.lists(st.integers(1, 60), max_size=3), st.integers(0, 3)),
