@@ -37,7 +37,7 @@ def start(target: Path | str, *words: str, environment: Mapping[str, str] | None
 
 def finished(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Exit status, stdout and stderr of each."""
-    said = [process.communicate(timeout=100) for process in processes]
+    said = [process.communicate(timeout=300) for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
@@ -96,7 +96,7 @@ def three_upload(base: str, source: Path, to: str, told: Mapping[str, str]) -> N
     argv = [sys.executable, "-m", "ckpt_tool", "reshard", str(source)]
     environment = {**os.environ, **told, "TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "3"}
     alone = [*argv, f"{base}/alone", *words, "--split", "0/1"]
-    subprocess.run(alone, check=True, capture_output=True, timeout=100, env=environment)
+    subprocess.run(alone, check=True, capture_output=True, timeout=300, env=environment)
 
     def started(*more: str) -> list[subprocess.Popen[str]]:
         return [
@@ -109,7 +109,7 @@ def three_upload(base: str, source: Path, to: str, told: Mapping[str, str]) -> N
 
     processes = started()
     processes[2].send_signal(signal.SIGSTOP)  # before it can have sent anything
-    processes[1].wait(timeout=100)
+    processes[1].wait(timeout=300)
     processes[0].send_signal(signal.SIGKILL)
     processes[2].send_signal(signal.SIGKILL)
     finished(processes)
@@ -145,7 +145,7 @@ def test_export_is_shared_too(tmp_path: Path) -> None:
     """Whole tensors in one folder, by two processes and by one."""
     argv = [sys.executable, "-m", "ckpt_tool", "export", str(SOURCE), "--no-fsync"]
     for name, words in (("alone", ()), ("shared", ("--processes", "2"))):
-        subprocess.run([*argv, str(tmp_path / name), *words], check=True, capture_output=True, timeout=100)
+        subprocess.run([*argv, str(tmp_path / name), *words], check=True, capture_output=True, timeout=300)
     assert content(tmp_path / "shared") == content(tmp_path / "alone")
     assert (tmp_path / "shared.digests.json").read_bytes() == (tmp_path / "alone.digests.json").read_bytes()
 

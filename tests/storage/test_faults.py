@@ -18,6 +18,8 @@ from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
 
 SOURCE, TARGET = f"s3://{BUCKET}/source", f"s3://{BUCKET}/target"
 PART = 64 << 10
+NO_PATIENCE = "0.5"
+"""With a server that stalls; else a machine that others use makes more faults than are meant."""
 QUICK = {"503", "lost answer", "stall", "cut off", "flip up"}
 """Kinds of faults that are always tested; the others differ little."""
 RESHARD = ["reshard", SOURCE, TARGET, "--tp", "2", "--default", "shard0", "--memory", "1MiB"]
@@ -31,13 +33,13 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, objects: dict[str, bytes]) -> Iterator[tuple[str, Bucket]]:
-    """A server with the checkpoint, small parts, and no patience."""
+    """A server with the checkpoint, and small parts."""
     monkeypatch.setattr(place, "PART_LIMITS", PartLimits(PART, PART, 1000))
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     with s3_server() as (endpoint, bucket):
         bucket.min_part_bytes = PART
         bucket.objects |= objects
-        for name, value in {**s3_environment(endpoint), "CKPT_TIMEOUT_S": "0.3"}.items():
+        for name, value in {**s3_environment(endpoint), "CKPT_TIMEOUT_S": "20"}.items():
             monkeypatch.setenv(name, value)
         yield endpoint, bucket
 
@@ -66,6 +68,8 @@ def test_commands_come_through(
     endpoint, held = bucket
     expected = whole(held)
     step = 12 if kind == "stall" else 4
+    if kind == "stall":
+        monkeypatch.setenv("CKPT_TIMEOUT_S", NO_PATIENCE)
     with fault_proxy(endpoint, lambda number, _method, _path: kind if number % step == 2 else None) as (url, faults):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         assert main(["inspect", SOURCE]) == 0
@@ -99,6 +103,7 @@ def test_what_lasts_is_one_error(
     endpoint, held = bucket
     expected = whole(held)
     capsys.readouterr()
+    monkeypatch.setenv("CKPT_TIMEOUT_S", NO_PATIENCE if name == "part" else "20")
     with fault_proxy(endpoint, LASTING[name]) as (url, _):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         assert main(RESHARD) == 4
@@ -107,6 +112,7 @@ def test_what_lasts_is_one_error(
     assert re.search(r"^error: s3://bucket/(source|target).*: .*\(after 5 attempts\)$", errors, re.MULTILINE)
     assert "target/.metadata" not in held.objects
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("CKPT_TIMEOUT_S", "20")
     if target(held):
         assert re.search("^hint: .*--resume", errors, re.MULTILINE)
         assert main(["inspect", TARGET]) == 3

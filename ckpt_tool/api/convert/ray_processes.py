@@ -27,7 +27,7 @@ def ray_processes(prepare: Callable[..., Conversion], options: Mapping[str, Any]
 
     Raises:
         UsageError: Ray is not installed.
-        StorageError: one of the tasks failed; the message is its own.
+        StorageError: Ray does not start, or one of the tasks failed; the message is its own.
     """
     try:
         import ray
@@ -35,7 +35,11 @@ def ray_processes(prepare: Callable[..., Conversion], options: Mapping[str, Any]
         raise UsageError("--engine ray needs Ray", hint="pip install 'ckpt-tool[ray]'") from error
     is_ours = not ray.is_initialized()
     if is_ours:
-        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+        try:
+            ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+        except Exception as error:  # of no class of its own
+            hint = 'see that "ray status" answers for RAY_ADDRESS, or leave out --engine: --processes needs no cluster'
+            raise StorageError(f"Ray does not start: {error}", hint=hint) from error
     task = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_share)
     run = secrets.token_hex(8)
     tasks = [task.remote(prepare, dict(options), Share(index, count, run)) for index in range(1, count)]
