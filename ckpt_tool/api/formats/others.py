@@ -41,11 +41,13 @@ OTHERS: dict[str, tuple[str, tuple[Proof, ...]]] = {
     "nanotron": (
         "nanotron: parameters and optimizers read, parameters written, which it cuts itself",
         (
-            *_zoo("nanotron's layout, by its source", TP_with_ZeRO_1="nanotron_tp2_dp2", one_rank="nanotron_plain"),
-            written(
-                "nanotron's loader, by its source",
-                "the library needs GPUs and was not run",
-                "nanotron/test_writer.py",
+            *read("nanotron 0.4", TP_and_PP_with_ZeRO_1="nanotron/checkpoints.tar.xz!tp2_pp2_dp3/ckpt"),
+            *_zoo("nanotron's layout, by its source", metadata_1_5="nanotron_tp2_dp2", one_rank="nanotron_plain"),
+            Proof(
+                "writes for",
+                "nanotron 0.4",
+                "load_weights on other tensor ranks and stages, on CPU",
+                "tests/consumers/test_nanotron.py",
             ),
         ),
     ),
