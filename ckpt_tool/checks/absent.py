@@ -25,7 +25,7 @@ def missing_file_findings(manifest: Manifest, told: Iterable[Finding]) -> Iterat
     said = [finding.message for finding in told if finding.severity is Severity.ERROR]
     for path in map(str, manifest.info.get("missing_files") or ()):
         if not any(path in message for message in said):
-            message = f"{path} is missing or cannot be read, and nothing here tells which tensors it held"
+            message = f"{path} is missing or cannot be read: what it held is not here"
             yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, 0))
 
 

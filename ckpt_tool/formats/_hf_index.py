@@ -7,6 +7,7 @@ knows no store. The format is Hugging Face's (``save_torch_state_dict`` of huggi
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,11 @@ def parse_index(raw: bytes, path: str) -> Index:
         other = f" but {kind}" if kind not in {None, "JSON text", "plain text"} else f": {error}"
         raise FormatError(f"the index is not JSON{other}", where=path) from error
     top = dict(found) if isinstance(found, _Pairs) else {}
+    everywhere = FileRange(path, 0, len(raw))
+    faults = []
+    if isinstance(found, _Pairs) and sum(key == "weight_map" for key, _ in found) > 1:
+        said = f"{path} has weight_map twice; most loaders see the last"
+        faults.append(Finding("index-duplicate-key", Severity.ERROR, said, where=everywhere))
     pairs = top.get("weight_map")
     if not isinstance(pairs, _Pairs):
         raise FormatError(
@@ -66,20 +72,25 @@ def parse_index(raw: bytes, path: str) -> Index:
             hint="delete the index to read the files by their own headers",
         )
     weight_map: dict[str, str] = {}
-    faults = []
     for fqn, file in pairs:
         if not isinstance(file, str):
             kind = "object" if isinstance(file, _Pairs) else type(file).__name__
             said = f"{path} maps {fqn!r} to a JSON {kind}, expected the name of a file"
-            faults.append(Finding("index-bad-value", Severity.ERROR, said, fqn, FileRange(path, 0, len(raw))))
+            faults.append(Finding("index-bad-value", Severity.ERROR, said, fqn, everywhere))
             continue
         if fqn in weight_map:
             said = f"{path} lists {fqn!r} twice: in {weight_map[fqn]} and in {file}; most loaders see the last"
-            faults.append(Finding("index-duplicate-key", Severity.ERROR, said, fqn, FileRange(path, 0, len(raw))))
-        weight_map[fqn] = file
+            faults.append(Finding("index-duplicate-key", Severity.ERROR, said, fqn, everywhere))
+        weight_map[fqn] = _plain(file)
     metadata = top.get("metadata")
     total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
     return Index(path, weight_map, total_size, tuple(faults))
+
+
+def _plain(file: str) -> str:
+    """A relative path as listings have it: ``./a`` is ``a``. What leaves the folder stays as it is, and is not here."""
+    plain = posixpath.normpath(file) if file and "://" not in file else file
+    return file if plain == "." or plain.startswith(("/", "..")) else plain
 
 
 def homes_of(held: Held, weight_map: Mapping[str, str]) -> dict[str, str]:
@@ -110,7 +121,7 @@ def contradictions(index: Index, held: Held, sizes: Mapping[str, int], strays: C
             yield Finding(
                 "not-in-index",
                 Severity.WARNING,
-                f"{path} holds {len(unlisted):,} tensors that {index.path} does not list: {_some(unlisted)}",
+                f"{path} holds {counted(len(unlisted), 'tensor')} that {index.path} does not list: {_some(unlisted)}",
                 unlisted[0],
                 FileRange(path, 0, sizes[path]),
             )
@@ -146,11 +157,13 @@ def _missing_files(index: Index, held: Held, sizes: Mapping[str, int], strays: C
     elsewhere = {fqn for names in held.values() for fqn in names}
     for path, fqns in by_file.items():
         lost = [fqn for fqn in fqns if fqn not in elsewhere]
+        outside = " (a path out of this folder, which is not followed)" if path.startswith(("/", "..")) else ""
+        held_by = f"{len(lost):,} of its {len(fqns):,} tensors are in no other file: {_some(lost)}"
         yield Finding(
             "missing-file",
             Severity.ERROR,
-            f"{path} is named by {index.path} and is not here; {len(lost):,} of its {len(fqns):,} tensors are in no "
-            f"other file: {_some(lost)}",
+            f"{path} is named by {index.path} and is not here{outside}; "
+            f"{held_by if lost else f'other files hold {_some(fqns)}'}",
             lost[0] if lost else fqns[0],
             FileRange(path, 0, 0),
         )
@@ -190,7 +203,7 @@ def _total_size(index: Index, held: Held, sizes: Mapping[str, int]) -> Iterator[
     if index.total_size is None:
         said = f"{index.path} has no metadata.total_size, expected {expected:,}"
         yield Finding("total-size", Severity.INFO, said)
-    elif type(index.total_size) is not int or index.total_size != expected:
+    elif type(index.total_size) not in (int, float) or index.total_size != expected:
         got = f"{index.total_size:,}" if type(index.total_size) is int else repr(index.total_size)[:40]
         also = " (the sum of the file sizes)" if index.total_size == sum(sizes[path] for path in held) else ""
         said = f"{index.path} says total_size {got}{also}, expected the sum of the tensors' bytes, {expected:,}"

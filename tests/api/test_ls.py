@@ -45,6 +45,7 @@ def latest(found: RunListing) -> str | None:
         ("megatron--val_loss=1.2-step=300-consumed_samples=500.0", 300, False),
         ("epoch_7", 7, False),
         ("last.ckpt", None, False),
+        ("checkpoint-best", None, False),
         ("500", 500, False),
         ("500.orbax-checkpoint-tmp-17", 500, True),
         ("tmp-checkpoint-40", 40, True),

@@ -157,7 +157,7 @@ def unlisted(_: Path, weights: dict[str, str]) -> None:
         (stale, f"error stale-index {INDEX} names 36 files, of which none is here", True),
         (stray, f"'buf_bool' is in {shard(1)} and in model-00004-of-00003.safetensors", True),
         (twice, f"'buf_bool' is in {shard(1)} and in {shard(2)}; {shard(1)} was taken", True),
-        (unlisted, f"{shard(1)} holds 1 tensors that {INDEX} does not list: 'buf_bool'", True),
+        (unlisted, f"{shard(1)} holds 1 tensor that {INDEX} does not list: 'buf_bool'", True),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

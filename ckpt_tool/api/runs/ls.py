@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
-from ckpt_tool.api.runs.names import TRACKERS, StepFiles, StepName, group_steps, natural, step_name
+from ckpt_tool.api.runs.names import TRACKERS, StepFiles, StepName, group_steps, natural, step_name, target_of
 from ckpt_tool.api.runs.rules import Judgement, families, judge, tracker_text
 from ckpt_tool.api.trust.verify import verify as verified
 from ckpt_tool.checks.report import LEVELS
@@ -166,9 +166,10 @@ class _Run:
             raise NotFound("a file, expected the folder of a run", where=url, hint=hint)
         self._url = url
         self._store = store
-        self.notes: tuple[str, ...] = ()
         files = group_steps(listing)
-        self._named = dict(_trackers(store, listing, files))
+        found = dict(_trackers(store, listing, files))
+        self._named = {path: text for path, text in found.items() if text is not None}
+        self.notes = tuple(f"{path} holds no name of a step and was passed over" for path in found.keys() - self._named)
         self._links = dict(_links(listing, files))
         files += _tagged(self._named, listing, files)
         if not files:
@@ -189,7 +190,7 @@ class _Run:
         """Paths of the steps that trackers name, with the place of the first such tracker among all kinds of them."""
         named: dict[str, int] = {}
         for path, text in sorted(self._named.items(), key=lambda each: -TRACKERS.index(each[0].rpartition("/")[2])):
-            if (target := _target(path, text, files)) is not None:
+            if (target := target_of(path, text, files)) is not None:
                 named[target.path] = TRACKERS.index(path.rpartition("/")[2])
         return named
 
@@ -202,9 +203,9 @@ class _Run:
             hint = 'name the folder that the steps lie in; "ckpt inspect" looks at a single checkpoint'
             raise NotFound(f"no step of a run among {len(listing.sizes):,} files", where=self._url, hint=hint)
         if "" in folders:
-            self.notes = ("it is one checkpoint, no run with steps",)
+            self.notes += ("it is one checkpoint, no run with steps",)
         else:
-            self.notes = ("no name tells a step: the last written one counts as the newest",)
+            self.notes += ("no name tells a step: the last written one counts as the newest",)
         return [_files_below(listing, folder) for folder in folders]
 
     def _own_files(self, listing: Listing, steps: Sequence[StepFiles]) -> list[StepFiles]:
@@ -217,7 +218,7 @@ class _Run:
         own = StepFiles("", name, is_file=False, sizes=sizes, modified=max(times, default=None))
         if not any(_HOLDS_TENSORS.search(path) for path in sizes) or not judge(own, self._store, self._url).parts:
             return []
-        self.notes = ("its own files are a checkpoint too, listed as .",)
+        self.notes += ("its own files are a checkpoint too, listed as .",)
         return [own]
 
     def step(self, files: StepFiles) -> RunStep:
@@ -253,7 +254,7 @@ class _Run:
                 yield Tracker(path, text, self._says(path, text.rpartition("/")[2], listing))
 
     def _says(self, path: str, text: str, listing: RunListing) -> str | None:
-        target = _target(path, text, self.files)
+        target = target_of(path, text, self.files)
         if target is None:
             return f"names {text}, and there is no such step here"
         beside = [step for step in listing.steps if step.path.rpartition("/")[0] == target.parent]
@@ -291,20 +292,18 @@ class _Run:
         if found.is_committed or files.name.step is None:
             return
         for path, text in self._named.items():
-            target = _target(path, text, self.files)
+            target = target_of(path, text, self.files)
             number = target.name.step if target is not None else None
             if number is not None and path.rpartition("/")[0] == files.parent and files.name.step > number:
                 yield f"newer than {text}, which {path} names: its save did not end"
 
 
-def _trackers(store: Store, listing: Listing, files: Sequence[StepFiles]) -> Iterator[tuple[str, str]]:
-    """Path and text of trackers that lie beside steps, not in them."""
+def _trackers(store: Store, listing: Listing, files: Sequence[StepFiles]) -> Iterator[tuple[str, str | None]]:
+    """Path and text of trackers that lie beside steps, not in them; None for one that holds no text."""
     inside = tuple(f"{step.path}/" for step in files if not step.is_file)
     for path, nbytes in listing.sizes.items():
         if path.rpartition("/")[2] in TRACKERS and not path.startswith(inside):
-            text = tracker_text(store, path, nbytes)
-            if text is not None:
-                yield path, text
+            yield path, tracker_text(store, path, nbytes)
 
 
 def _links(listing: Listing, files: Sequence[StepFiles]) -> Iterator[tuple[str, str]]:
@@ -342,18 +341,6 @@ def _files_below(listing: Listing, folder: str, name: StepName | None = None) ->
         sizes={path[len(prefix) :]: listing.sizes[path] for path in paths},
         modified=max((listing.modified[path] for path in paths if path in listing.modified), default=None),
     )
-
-
-def _target(path: str, text: str, files: Sequence[StepFiles]) -> StepFiles | None:
-    """The step that a tracker names: a folder beside it, or a number that one of them has."""
-    parent = path.rpartition("/")[0]
-    beside = [step for step in files if step.parent == parent and not step.name.is_temporary]
-    for step in beside:
-        if step.path.rpartition("/")[2] == text.rstrip("/").rpartition("/")[2]:
-            return step
-    if text.isdecimal() and len(text) < 16:
-        return next((step for step in beside if step.name.step == int(text)), None)
-    return None
 
 
 def _order(step: StepFiles, named: Mapping[str, int]) -> tuple[int, int, float, bool, list[tuple[str, int]]]:

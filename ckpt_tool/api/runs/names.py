@@ -6,12 +6,12 @@ Knows the names that trainers give; reads nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["TRACKERS", "StepFiles", "StepName", "group_steps", "natural", "step_name"]
+__all__ = ["TRACKERS", "StepFiles", "StepName", "group_steps", "natural", "step_name", "target_of"]
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal", "latest.txt", "last_checkpoint")
 """Text files that name the last step: of Megatron and verl (a number), of DeepSpeed (a tag), and of others."""
@@ -24,7 +24,9 @@ _STEP = re.compile(
 _CHECKPOINT = re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
 _EPOCH = re.compile(r"(?:^|[^a-z])epochs?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
 _PLAIN = re.compile(r"\d{1,15}")
-_UNNUMBERED = frozenset({"release", "last", "final", "best"})
+_UNNUMBERED = re.compile(
+    r"(?:(?:checkpoint|ckpt|global_?step|step|iter|epoch)s?[-_=]?)?(?:release|last|final|best)", re.IGNORECASE
+)
 # Orbax writes 500.orbax-checkpoint-tmp-1699, older Trainers tmp-checkpoint-500, this tool 500.partial.
 _TEMPORARY = re.compile(
     r"^[._]*tmp[-_.]|[-_.](?:tmp|temp|incomplete|partial|unfinished|inprogress|orbax-checkpoint-tmp)(?:$|[-_.\d])",
@@ -94,7 +96,7 @@ def step_name(name: str) -> StepName | None:
         found = pattern.search(name)
         if found is not None:
             return StepName(int(found[1]), is_temporary)
-    if name.partition(".")[0].lower() in _UNNUMBERED:
+    if _UNNUMBERED.fullmatch(name.partition(".")[0]):
         return StepName(None, is_temporary)
     return None
 
@@ -133,6 +135,20 @@ def group_steps(listing: Listing) -> list[StepFiles]:
     for path in marked & found.keys():
         found[path].is_marked = True
     return _without_doubtful(found.values())
+
+
+def target_of(path: str, text: str, files: Sequence[StepFiles]) -> StepFiles | None:
+    """The step that a tracker names: a path from where it lies, the name or the number of one that lies beside it."""
+    parent = path.rpartition("/")[0]
+    own = f"{parent}/{text.rstrip('/')}".lstrip("/")
+    steps = [step for step in files if not step.name.is_temporary]
+    beside = [step for step in steps if step.parent == parent]
+    called = [step for step in beside if step.path.rpartition("/")[2] == own.rpartition("/")[2]]
+    for step in (*(step for step in steps if step.path == own), *called):
+        return step
+    if text.isdecimal() and len(text) < 16:
+        return next((step for step in beside if step.name.step == int(text)), None)
+    return None
 
 
 def natural(name: str) -> list[tuple[str, int]]:
@@ -178,5 +194,5 @@ def _of_ranks(paths: Iterable[str]) -> set[str]:
 def _without_doubtful(steps: Iterable[StepFiles]) -> list[StepFiles]:
     """Steps without folders that are numbers by chance, and without weights of a folder that is no run."""
     steps = list(steps)
-    worded = any(not step.name.is_plain for step in steps)
+    worded = any(not step.name.is_plain and step.name.step is not None for step in steps)
     return [step for step in steps if not (step.name.is_plain and worded)]

@@ -13,7 +13,8 @@ from itertools import product
 
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
-from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.errors import CkptError, FormatError, StorageError
+from ckpt_tool.formats._hf_index import parse_index
 from ckpt_tool.formats.base import MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.manifest.finding import Severity
@@ -49,7 +50,7 @@ _GRIDS = (
     re.compile(r"(?:.*/)?__(\d+)\.metadata"),
 )
 _OF_WORLD = re.compile(r"(.*?)_world_size_(\d+)_rank_(\d+)\.pt")
-_OF_SHARDS = re.compile(r"(.*?)-(\d+)-of-(\d+)\.(safetensors|bin)")
+_OF_SHARDS = re.compile(r"(.*?)-(\d+)-of-(\d+)(?:\.\w+)?\.(safetensors|bin)")
 _INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
 _RANKS = re.compile(r"(?:.*[/_])?(?:rank)?_(\d+)(?:_\d+)?\.(?:distcp|safetensors)")
 
@@ -213,14 +214,13 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
     if listing.sizes[path] > _MAX_METADATA_NBYTES:
         return
     try:
-        document = json.loads(source.read_whole(path))
-        names = set(document["weight_map"].values())
-        total = document.get("metadata", {}).get("total_size")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        names, total = {None}, None
-    if not all(isinstance(name, str) for name in names):
+        index = parse_index(source.read_whole(path), path)
+    except FormatError:
+        index = None
+    if index is None or any(fault.kind == "index-bad-value" for fault in index.faults):
         yield f"{path} is no index of shards"
         return
+    names, total = set(index.files), index.total_size
     missing = sorted(name for name in names if name not in listing.sizes)
     if missing:
         yield f"{path} names {len(missing):,} of {len(names):,} files that are missing: {_some(missing)}"
@@ -295,7 +295,7 @@ def _grids(step: StepFiles) -> Iterator[str]:
             example = _pattern_of(sample[1])
             yield f"{len(missing):,} of {len(missing) + len(numbers):,} files {example} are missing: {_some(missing)}"
     has_index = any(_INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
-    for pattern, first in ((_OF_WORLD, 0), (_OF_SHARDS, 1)):
+    for pattern in (_OF_WORLD, _OF_SHARDS):
         if has_index and pattern is _OF_SHARDS:
             continue
         sample = None
@@ -307,6 +307,7 @@ def _grids(step: StepFiles) -> Iterator[str]:
                 found.setdefault((match[1], total), set()).add(int(number))
                 sample = path, match
         for (_, total), have in found.items():
+            first = int(pattern is _OF_SHARDS and (0 not in have or int(total) in have))
             lost = sorted(set(range(first, int(total) + first)) - have) if int(total) <= len(step.sizes) * 64 else [0]
             if lost and sample is not None:
                 example = _pattern_of(sample[1], 3 if pattern is _OF_WORLD else 2)

@@ -22,9 +22,10 @@ from ckpt_tool.formats._safetensors.stored import (
     read_headers,
     tables,
 )
+from ckpt_tool.formats._split_names import missing_numbers
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.companions import read_companions
-from ckpt_tool.formats.safetensors.names import SHARD_FILE, missing_numbers, plain_paths
+from ckpt_tool.formats.safetensors.names import SHARD_FILE, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.storage.store import Listing
@@ -162,6 +163,7 @@ def _number_findings(paths: Sequence[str]) -> Iterator[Finding]:
             Severity.WARNING,
             f"no file of shard {number:05d}, though there is one of shard {max(shards):05d}: its rank saved nothing, "
             "or the file is lost",
+            where=FileRange(f"shard-{number:05d}-model-*.safetensors", 0, 0),
         )
     counts = sorted({int(m["count"]) for m in names})
     for number in missing_numbers({int(m["number"]) for m in names}, max(counts)):

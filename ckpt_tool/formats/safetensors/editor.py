@@ -9,9 +9,10 @@ from ckpt_tool.errors import CoverageError, FormatError, Unsupported
 from ckpt_tool.formats._hf_index import homes_of, parse_index, write_index
 from ckpt_tool.formats._safetensors.header import Entry, Header, build_header
 from ckpt_tool.formats._safetensors.stored import read_headers
+from ckpt_tool.formats._split_names import split_name
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.edited import Edit, EditedFile, EditedFiles
-from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, NUMBERED
+from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX
 from ckpt_tool.manifest.model import FileRange, Manifest
 
 __all__ = ["EDITOR", "SafetensorsEditor"]
@@ -125,8 +126,7 @@ def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
 
 def _index_name(paths: Sequence[str]) -> str:
     """What the index of numbered files is called."""
-    numbered = [found for path in paths if (found := NUMBERED.fullmatch(path))]
-    stem = numbered[0]["stem"] if numbered else "model"
+    stem = next((name.family[0] for path in paths if (name := split_name(path))), "model")
     return re.sub(r"[/\\]+$", "", stem) + INDEX_SUFFIX
 
 

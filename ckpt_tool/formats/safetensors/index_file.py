@@ -5,7 +5,6 @@ The headers decide: the index says which files belong together and, where a tens
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,9 +19,10 @@ from ckpt_tool.formats._safetensors.stored import (
     tables,
     whole_box,
 )
+from ckpt_tool.formats._split_names import missing_names, split_name
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.companions import config_findings, read_companions, tied_note
-from ckpt_tool.formats.safetensors.names import NUMBERED, SHARD_FILE, index_paths, missing_numbers, plain_paths
+from ckpt_tool.formats.safetensors.names import SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.records import dataclass
@@ -61,6 +61,8 @@ class SafetensorsIndexReader(ResolvedReader):
             return Probe(0.95, f"{indexes[0]} is an index of safetensors files")
         if source.listing.entry is None and len(paths) > 1:
             return Probe(0.7, f"{len(paths):,} safetensors files at the top, without an index")
+        if source.listing.entry is None and missing_names(paths):
+            return Probe(0.92, f"{paths[0]} is one of several, by its name, and the only one here")
         return Probe(0.0, f"no *.safetensors.index.json, and {len(paths)} safetensors files at the top")
 
     def read(self, source: Source) -> Manifest:
@@ -86,7 +88,7 @@ class SafetensorsIndexReader(ResolvedReader):
         wanted = found.index.weight_map if found.index else {}
         lost = {path for fqn, path in wanted.items() if fqn not in taken_from}
         missing = [p for p in found.index.files if p in lost and p not in source.listing] if found.index else []
-        missing = list(dict.fromkeys([*missing, *_missing_siblings(found.paths)]))
+        missing = list(dict.fromkeys([*missing, *missing_names(found.paths)]))
         findings = tuple(_findings(found, source.listing))
         source.remembered[_FINDINGS] = source.listing, findings
         notes = [*_notes(found, findings, source.listing), *notes, *tied_note(info, tensors.index)]
@@ -130,8 +132,9 @@ def _contents(source: Source) -> _Contents:
     paths = here
     if index is not None:
         named = {p for p in index.files if p in listing}
-        families = {_family(p) for p in named} - {None}
-        paths = tuple(sorted(named | {p for p in here if _family(p) in families})) or here
+        families = {name.family for p in named if (name := split_name(p))}
+        siblings = {p for p in here if (name := split_name(p)) and name.family in families}
+        paths = tuple(sorted(named | siblings)) or here
     if not paths:
         if index is None:
             raise NotFound("no safetensors file", where=listing.url)
@@ -173,32 +176,12 @@ def _refuse_duplicates(held: Mapping[str, Mapping[str, int]], where: str) -> Non
             first[fqn] = path
 
 
-def _family(path: str) -> tuple[str, str] | None:
-    """What numbered files (``-00001-of-00003``) of one set have in common."""
-    numbered = NUMBERED.fullmatch(path)
-    return (numbered["stem"], numbered["count"]) if numbered else None
-
-
-def _missing_siblings(paths: Sequence[str]) -> list[str]:
-    """Names that numbered files (``-00001-of-00003``) lack among themselves."""
-    families: dict[tuple[str, str], list[re.Match[str]]] = {}
-    for path in paths:
-        numbered = NUMBERED.fullmatch(path)
-        if numbered:
-            families.setdefault((numbered["stem"], numbered["count"]), []).append(numbered)
-    return [
-        f"{stem}-{number:0{len(count)}d}-of-{count}.safetensors"
-        for (stem, count), members in families.items()
-        for number in missing_numbers([int(m["number"]) for m in members], int(count))
-    ]
-
-
 def _findings(found: _Contents, listing: Listing) -> Iterator[Finding]:
     yield from header_findings(found.paths, found.headers)
     if found.index is not None:
         yield from contradictions(found.index, found.held, listing.sizes, found.strays)
     named = set(found.index.files) if found.index else set()
-    for path in _missing_siblings(found.paths):
+    for path in missing_names(found.paths):
         if path not in named and path not in listing:
             yield Finding(
                 "missing-file",
@@ -206,7 +189,7 @@ def _findings(found: _Contents, listing: Listing) -> Iterator[Finding]:
                 f"{path} is not here, by the numbers in its siblings' names",
                 where=FileRange(path, 0, 0),
             )
-    numbered = sum(_family(path) is not None for path in found.paths)
+    numbered = sum(split_name(path) is not None for path in found.paths)
     if found.index is None and numbered:
         yield Finding(
             "no-index",

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
+from ckpt_tool.formats._split_names import index_names
 from ckpt_tool.storage.store import Listing
 
 __all__ = [
+    "ADAPTER",
     "INDEX_SUFFIX",
-    "NUMBERED",
     "RANK_FILE",
     "SHARD_FILE",
     "SUFFIX",
     "index_paths",
-    "missing_numbers",
     "plain_paths",
     "rank_file",
 ]
 
 SUFFIX = ".safetensors"
+ADAPTER = "adapter_model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
 # torch/distributed/checkpoint/_hf_utils.py, SHARDED_FILE_NAME (torch 2.13).
 SHARD_FILE = re.compile(r"(?:.*/)?shard-(?P<shard>\d{5,})-model-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 RANK_FILE = re.compile(r"rank_(?P<rank>\d{5,})\.safetensors")
-NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 
 
 def rank_file(rank: int) -> str:
@@ -38,25 +37,15 @@ def rank_file(rank: int) -> str:
 
 
 def plain_paths(listing: Listing) -> tuple[str, ...]:
-    """Files at the top that hold whole tensors: neither torch's shards nor rank files; only the one that was named."""
+    """Files at the top that hold whole tensors: neither torch's shards nor rank files; only the one that was named.
+
+    An adapter beside other files is a checkpoint of its own (PEFT 0.21, ``save_pretrained``).
+    """
     paths = listing.match("*" + SUFFIX)
-    return tuple(p for p in paths if not SHARD_FILE.fullmatch(p) and not RANK_FILE.fullmatch(p))
+    plain = tuple(p for p in paths if not SHARD_FILE.fullmatch(p) and not RANK_FILE.fullmatch(p))
+    return tuple(p for p in plain if p != ADAPTER) or plain
 
 
 def index_paths(listing: Listing) -> tuple[str, ...]:
     """Index files at the top; only the one that was named."""
-    return listing.match("*" + INDEX_SUFFIX)
-
-
-def missing_numbers(numbers: Iterable[int], count: int, limit: int = 100) -> list[int]:
-    """The first ``limit`` of 1 to ``count`` that are not among ``numbers``.
-
-    >>> missing_numbers([1, 3], 4)
-    [2, 4]
-    """
-    present = set(numbers)
-    missing: list[int] = []
-    for number in range(1, min(count, len(present) + limit) + 1):
-        if number not in present and len(missing) < limit:
-            missing.append(number)
-    return missing
+    return index_names(listing.paths, "safetensors")

@@ -14,9 +14,10 @@ from ckpt_tool.formats._safetensors.stored import (
     tables,
     whole_box,
 )
+from ckpt_tool.formats._split_names import index_names, split_name
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.companions import config_findings, read_companions, tied_note
-from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, NUMBERED, RANK_FILE, SHARD_FILE, index_paths, plain_paths
+from ckpt_tool.formats.safetensors.names import RANK_FILE, SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
 
@@ -80,11 +81,11 @@ class SafetensorsReader(ResolvedReader):
 
 def _part_notes(source: Source, path: str, header: Header) -> Iterator[str]:
     """What to say about a file that is only a part."""
-    numbered = NUMBERED.fullmatch(path)
-    if numbered and int(numbered["count"]) > 1:
-        here = any(p.endswith(INDEX_SUFFIX) for p in source.listing.sizes)
+    numbered = split_name(path)
+    if numbered and numbered.family[1] > 1:
+        here = index_names(source.listing.sizes, "safetensors")
         beside = "; the index beside it names the others: open the folder" if here else ""
-        yield f"{path} is one of {int(numbered['count']):,} files{beside}"
+        yield f"{path} is one of {numbered.family[1]:,} files{beside}"
     if "DCP_SHARDING_INFO" in header.metadata:
         yield f"{path} was written by torch's sharded writer and may hold only parts of its tensors"
 

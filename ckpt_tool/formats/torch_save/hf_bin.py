@@ -5,12 +5,12 @@ The files decide: the index says which belong together and, where a tensor is in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
 from ckpt_tool.formats._pickle.tensors import TensorRef
+from ckpt_tool.formats._split_names import index_names, missing_names, split_name
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part, assemble
 from ckpt_tool.formats._torch_file.described import manifest_of
@@ -26,10 +26,8 @@ from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "HfBinReader"]
 
-_INDEX_SUFFIX = ".bin.index.json"
 _FINDINGS = "hf-bin findings"
-_MAX_FILES = 100_000
-_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5,})-of-(?P<count>[0-9]{5,})\.bin")
+_KIND = "bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +67,13 @@ class HfBinReader(TorchFilesReader):
 
     def probe(self, source: Source) -> Probe:
         """By name."""
-        indexes = source.listing.match("*" + _INDEX_SUFFIX)
+        indexes = index_names(source.listing.paths, _KIND)
         if len(indexes) == 1:
             return Probe(0.95, f"{indexes[0]} is an index of torch.save files")
         numbered = _numbered(source.listing) if not indexes else ()
         if numbered:
             return Probe(0.7, f"{len(numbered):,} numbered .bin files, without an index")
-        return Probe(0.0, f"{len(indexes)} files *{_INDEX_SUFFIX}")
+        return Probe(0.0, f"{len(indexes)} files *.bin.index.json")
 
     def read(self, source: Source) -> Manifest:
         """The manifest of what the files hold; notes say where the index differs.
@@ -107,7 +105,7 @@ class HfBinReader(TorchFilesReader):
         lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
         missing = [path for path in found.index.files if path in lost and path not in source.listing]
         if not found.index.path:
-            missing = _missing_numbers(found)
+            missing = _missing(found)
             assembly.notes.append(f"no index: the {len(found.files):,} numbered files were taken together")
         info = {"index": found.index.path or None, **({"missing_files": missing} if missing else {})}
         return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
@@ -129,14 +127,14 @@ class HfBinReader(TorchFilesReader):
 
 def _contents(source: Source) -> _Contents:
     listing = source.listing
-    indexes = listing.match("*" + _INDEX_SUFFIX)
+    indexes = index_names(listing.paths, _KIND)
     numbered = _numbered(listing) if not indexes else ()
     if numbered:
         return _without_index(source, numbered)
     if len(indexes) != 1:
-        raise FormatError(f"{len(indexes)} files *{_INDEX_SUFFIX}, expected one", where=listing.url)
+        raise FormatError(f"{len(indexes)} files *.bin.index.json, expected one", where=listing.url)
     index = parse_index(source.read_whole(indexes[0]), indexes[0])
-    stem = indexes[0].removesuffix(_INDEX_SUFFIX)
+    stem = indexes[0].partition(".bin.index.")[0]
     top = [path for path in sorted(listing.sizes) if "/" not in path]
     strays = tuple(path for path in top if path.startswith(stem) and path.endswith(".bin") and path not in index.files)
     named = [path for path in index.files if path in listing]
@@ -174,24 +172,20 @@ def _without_index(source: Source, paths: tuple[str, ...]) -> _Contents:
     return found
 
 
-def _missing_numbers(found: _Contents) -> list[str]:
+def _missing(found: _Contents) -> list[str]:
     """Files that the names of the others say were there."""
-    numbered = [match for file in found.files if (match := _NUMBERED.fullmatch(file.path))]
-    here = {int(match["number"]) for match in numbered}
-    stem, count = numbered[0]["stem"], numbered[0]["count"]
-    lacking = [number for number in range(1, min(int(count), _MAX_FILES) + 1) if number not in here]
-    return [f"{stem}-{number:0{len(count)}d}-of-{count}.bin" for number in lacking]
+    return missing_names(file.path for file in found.files)
 
 
-def _family(path: str) -> str | None:
+def _family(path: str) -> tuple[str, int, str] | None:
     """What numbered files (``-00001-of-00003``) of one set have in common."""
-    numbered = _NUMBERED.fullmatch(path)
-    return None if numbered is None else numbered["stem"] + numbered["count"]
+    name = split_name(path)
+    return None if name is None else name.family
 
 
 def _index_findings(found: _Contents, source: Source) -> Iterator[Finding]:
     if not found.index.path:
-        for path in _missing_numbers(found):
+        for path in _missing(found):
             said = f"{path} is not here, by the numbers in its siblings' names"
             yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
         return

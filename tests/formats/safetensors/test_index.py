@@ -112,7 +112,7 @@ def test_a_tensor_that_the_index_does_not_list_is_read() -> None:
     """A loader that goes by the index loses it; the header has it."""
     manifest, found = judged({**SOUND, INDEX: index_bytes({"w": A, "u": B}, 7)})
     assert manifest.tensors.fqns == ("w", "v", "u")
-    assert found["not-in-index"].message == f"{A} holds 1 tensors that {INDEX} does not list: 'v'"
+    assert found["not-in-index"].message == f"{A} holds 1 tensor that {INDEX} does not list: 'v'"
 
 
 def test_a_key_listed_twice_in_the_index() -> None:
@@ -288,3 +288,47 @@ def test_a_long_header_is_a_warning() -> None:
     [finding] = single.READER.check(source, manifest)
     assert (finding.kind, finding.severity) == ("large-header", Severity.WARNING)
     assert "the reference reader refuses more than 100,000,000 (100 MB)" in manifest.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("here", "missing"),
+    [
+        ([A], B),
+        (["m-1-of-3.safetensors", "m-3-of-3.safetensors"], "m-2-of-3.safetensors"),
+        (["m-00000-of-00002.safetensors"], "m-00001-of-00002.safetensors"),
+        (["m-00002-of-00002.fp16.safetensors"], "m-00001-of-00002.fp16.safetensors"),
+        (["m-00000-of-00002.safetensors", "m-00001-of-00002.safetensors"], None),
+        (["m.safetensors", "n-2-of-two.safetensors"], None),
+    ],
+)
+def test_numbers_tell_what_is_missing_however_they_are_written(here: list[str], missing: str | None) -> None:
+    """Also where a single file of a set is left, which is no model by itself; the file that is named is one."""
+    files = {name: model_bytes({f"w{i}": b"12"}) for i, name in enumerate(here)}
+    manifest, found = judged(files)
+    assert manifest.info.get("missing_files") == ([missing] if missing else None)
+    assert ("missing-file" in found) is (missing is not None)
+    if missing is not None:
+        source, _ = source_and_store(files)
+        assert READER.probe(source).confidence > single.READER.probe(source).confidence or len(here) > 1
+
+
+def test_an_index_of_a_variant_is_one() -> None:
+    """diffusers: ``model.safetensors.index.fp16.json`` tells what is missing, unless a plain index is there."""
+    shards = {name.replace(".safetensors", ".fp16.safetensors"): data for name, data in SOUND.items()}
+    names = {fqn: name.replace(".safetensors", ".fp16.safetensors") for fqn, name in MAP.items()}
+    variant = INDEX.replace(".json", ".fp16.json")
+    lost = names["u"]
+    _, found = judged({name: data for name, data in shards.items() if name != lost} | {variant: index_bytes(names, 7)})
+    assert found["missing-file"].fqn == "u"
+    manifest, found = judged({**SOUND, INDEX: index_bytes(MAP, 7), **shards, variant: index_bytes(names, 7)})
+    assert manifest.info["index"] == INDEX
+    assert set(found) == {"stray-file"}
+
+
+def test_names_and_sizes_are_taken_as_loaders_take_them() -> None:
+    """``./a`` is ``a``, 7.0 is 7; a second ``weight_map`` hides the first."""
+    dotted = index_bytes({fqn: f"./{name}" for fqn, name in MAP.items()}, 7)
+    _, found = judged({**SOUND, INDEX: dotted.replace(b": 7", b": 7.0")})
+    assert found == {}
+    _, found = judged({**SOUND, INDEX: dotted.rstrip()[:-1] + b', "weight_map": {}}'})
+    assert found["index-duplicate-key"].severity is Severity.ERROR

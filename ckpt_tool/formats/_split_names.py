@@ -1,0 +1,91 @@
+"""Names of the files that one model is split into (``model-00001-of-00003.safetensors``), and of the index beside them.
+
+Hugging Face's names, with the variants of diffusers (``model.safetensors.index.fp16.json``,
+``model-00001-of-00003.fp16.safetensors``). Others number with fewer digits, or from 0. Pure: knows no store.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ckpt_tool.records import dataclass
+
+__all__ = ["SplitName", "index_names", "missing_names", "missing_numbers", "split_name"]
+
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})(?P<end>(?:\.\w+)?\.\w+)", re.ASCII)
+_INDEX = re.compile(r"[^/]*\.(?P<kind>\w+)\.index(?P<variant>\.[^/.]+)?\.json", re.ASCII)
+_MAX_MISSING = 100
+
+
+@dataclass(frozen=True, slots=True)
+class SplitName:
+    """The name of one file of several, taken apart."""
+
+    family: tuple[str, int, str]
+    """What all files of one set have in common: what stands before the number, how many they are, how they end."""
+    number: int
+    text: str
+    """The number as it is written, with its zeros."""
+    count_text: str
+
+
+def split_name(path: str) -> SplitName | None:
+    """The parts of such a name, None for another.
+
+    >>> split_name("model-00002-of-00003.safetensors").family
+    ('model', 3, '.safetensors')
+    >>> split_name("model.safetensors") is None
+    True
+    """
+    found = _NUMBERED.fullmatch(path)
+    if found is None:
+        return None
+    return SplitName(
+        (found["stem"], int(found["count"]), found["end"]), int(found["number"]), found["number"], found["count"]
+    )
+
+
+def missing_names(paths: Iterable[str]) -> list[str]:
+    """Names that the sets of ``paths`` lack, by their own numbers; at most 100 of each set.
+
+    >>> missing_names(["m-00001-of-00003.bin", "m-00003-of-00003.bin", "other.bin"])
+    ['m-00002-of-00003.bin']
+    >>> missing_names(["m-0-of-2.bin"])
+    ['m-1-of-2.bin']
+    """
+    families: dict[tuple[str, int, str], list[SplitName]] = {}
+    for path in paths:
+        name = split_name(path)
+        if name is not None:
+            families.setdefault(name.family, []).append(name)
+    missing: list[str] = []
+    for (stem, count, end), members in families.items():
+        present = {member.number for member in members}
+        first = 0 if 0 in present and count not in present else 1
+        width, of = len(members[0].text), members[0].count_text
+        lacking = missing_numbers(present, count, first=first)
+        missing += [f"{stem}-{number:0{width}d}-of-{of}{end}" for number in lacking]
+    return missing
+
+
+def missing_numbers(numbers: Iterable[int], count: int, *, first: int = 1) -> list[int]:
+    """The first 100 of the ``count`` numbers from ``first`` on that are not among ``numbers``.
+
+    >>> missing_numbers([1, 3], 4)
+    [2, 4]
+    """
+    present = set(numbers)
+    possible = range(first, first + min(count, len(present) + _MAX_MISSING))
+    return [number for number in possible if number not in present][:_MAX_MISSING]
+
+
+def index_names(paths: Iterable[str], kind: str) -> tuple[str, ...]:
+    """Indexes among ``paths`` of files that end with ``kind``; those without a variant alone where there are any.
+
+    >>> index_names(["model.safetensors.index.json", "model.safetensors.index.fp16.json"], "safetensors")
+    ('model.safetensors.index.json',)
+    """
+    found = [match for path in paths if (match := _INDEX.fullmatch(path)) is not None and match["kind"] == kind]
+    plain = [match for match in found if match["variant"] is None]
+    return tuple(match[0] for match in plain or found)
