@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.safetensors.config_checks import model_findings
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.vocabulary import embedding_and_head
 
 __all__ = ["config_findings", "read_companions", "tied_note"]
@@ -113,7 +114,17 @@ def tied_note(info: Mapping[str, Any], names: Mapping[str, int]) -> list[str]:
 
 
 def config_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
-    """What ``config.json`` says of the weights and is not so: their type, and tied weights. Two requests at most."""
+    """Companions that do not read, and what ``config.json`` says of the weights and is not so.
+
+    Which there are, their type, tied weights. Two requests at most, and one for each companion that does not read.
+    """
+    for path, key in (("config.json", "config"), ("adapter_config.json", "adapter")):
+        if path in source.listing and key not in manifest.info:
+            notes: list[str] = []
+            _read_json(source, path, notes)
+            where = FileRange(path, 0, source.listing.nbytes(path))
+            yield from (Finding("unreadable-companion", Severity.WARNING, note, where=where) for note in notes)
+    yield from model_findings(manifest)
     yield from _dtype_findings(manifest)
     yield from _tied_findings(source, manifest)
 
