@@ -10,13 +10,13 @@ import re
 from ckpt_tool.formats._pickle.legacy import is_legacy
 from ckpt_tool.records import dataclass
 
-__all__ = ["HEAD_NBYTES", "Content", "content_of", "what_is"]
+__all__ = ["HEAD_NBYTES", "Content", "content_of", "is_stand_in", "what_is"]
 
 HEAD_NBYTES = 512
 """First bytes that are enough to tell (a tar archive names itself at byte 257)."""
 
 _LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/")
-_LFS_SIZE = re.compile(rb"^size ([0-9]{1,20})$", re.MULTILINE)
+_LFS_SIZE = re.compile(rb"^size ([0-9]{1,20})\r?$", re.MULTILINE)
 _HTML = re.compile(rb"\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 _XML_ERROR = re.compile(rb"\s*<\?xml.{0,200}<Error>", re.DOTALL)
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]+")
@@ -72,6 +72,16 @@ def content_of(head: bytes) -> Content | None:
         return Content("only zero bytes at its start", "the disk filled up or the copy was cut; fetch or save it again")
     found = next((content for magic, content in _MAGIC if head.startswith(magic)), None)
     return found or _container(head) or _text(head)
+
+
+def is_stand_in(head: bytes) -> bool:
+    """Whether a file with this head lies in the place of another: a pointer, a reply of a server, zeros, nothing.
+
+    >>> is_stand_in(b"<!DOCTYPE html>"), is_stand_in(b"GGUF")
+    (True, False)
+    """
+    found = content_of(head)
+    return not head.strip(b"\0") or (found is not None and (found.fix == _DOWNLOAD or bool(_LFS.match(head))))
 
 
 def _container(head: bytes) -> Content | None:

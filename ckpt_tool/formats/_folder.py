@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ckpt_tool.formats._content import Content
 from ckpt_tool.sizes import counted
 
-__all__ = ["folder_content", "kinds_of_files", "named_content"]
+__all__ = ["folder_content", "kinds_of_files", "named_content", "telling_files"]
 
 _UNFINISHED = re.compile(r"\.(?:incomplete|part|partial|crdownload|aria2|download|tmp)$")
 _PLACEHOLDER = re.compile(r"(?:^|/)\.[^/]+\.icloud$|\.(?:icloud|cloudf?|gdownload)$")
@@ -20,6 +20,8 @@ _TOKENIZER = re.compile(
     r"[^/]*(?:sentencepiece|spiece|spm)[^/]*|chat_template\.[^/]+)$"
 )
 _TENSORS = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|distcp|npz|npy|gguf|h5|msgpack)$")
+_METADATA = re.compile(r"(?:^|/)(?:\.metadata|metadata\.pkl|_METADATA|\.snapshot_metadata)$|\.(?:nemo|keras|pkl)$")
+_MAX_TELLING = 8
 _DESCRIBING = re.compile(r"\.(?:json|md|txt|ya?ml|toml|py|gitattributes|gitignore|jinja)$|(?:^|/)LICENSE$")
 
 
@@ -75,6 +77,16 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
             return Content("a tokenizer without a model", "fetch the model's weights too")
         return Content(f"{counted(len(sizes), 'describing file')} without tensors", "fetch the weights too")
     return None
+
+
+def telling_files(sizes: Mapping[str, int]) -> list[str]:
+    """Files whose first bytes may tell why a folder is not read: those of tensors and of metadata, outermost first.
+
+    >>> telling_files({"a/model.pt": 1, "README.md": 1, ".metadata": 1})
+    ['.metadata', 'a/model.pt']
+    """
+    wanted = (path for path in sizes if _TENSORS.search(path) or _METADATA.search(path))
+    return sorted(wanted, key=lambda path: (path.count("/"), path))[:_MAX_TELLING]
 
 
 def kinds_of_files(sizes: Mapping[str, int]) -> str:

@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._content import HEAD_NBYTES, content_of, what_is
-from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content
+from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stand_in, what_is
+from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content, telling_files
 from ckpt_tool.formats.base import Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.above import broken_links, folders_above
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 from ckpt_tool.storage.tar import TarStore
@@ -106,8 +107,10 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     part = _part_of_above(source)
     if part is not None:
         return part
+    telling = telling_files(source.listing.sizes)
+    stand_in = next((path for path in telling if source.listing.nbytes(path) and _is_stand_in(source, path)), None)
     inside = _checkpoints_below(source)
-    if inside:
+    if inside and (stand_in is None or "/" in stand_in):
         listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
         more = f" and {len(inside) - 8:,} more" if len(inside) > 8 else ""
         return NotFound(
@@ -115,6 +118,10 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
             where=url,
             hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
         )
+    if stand_in is not None:
+        other = content_of(source.head(stand_in, HEAD_NBYTES)) or Content("something else")
+        others = f"; {counted(len(telling) - 1, 'other file')} may be so too" if len(telling) > 1 else ""
+        return NotFound(f"no checkpoint: {stand_in} is {other.what}{others}", where=url, hint=other.fix)
     links = broken_links(url)
     if links:
         name = next(iter(links))
@@ -167,6 +174,10 @@ def _part_of_above(source: Source) -> NotFound | None:
 
 def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _is_stand_in(source: Source, path: str) -> bool:
+    return is_stand_in(source.head(path, HEAD_NBYTES))
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, str]]:

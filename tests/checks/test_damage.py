@@ -254,3 +254,33 @@ def test_stray_copies(copied: Callable[[str], Path]) -> None:
         ("stray-file", "__9_0.distcp"),
         ("unfinished-file", ".metadata.tmp"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("bytecheckpoint/ddp_2r", "global_step_2/model/.metadata"),
+        ("bytecheckpoint/ddp_2r", "global_step_2/optimizer/.metadata"),
+        ("deepspeed/ds_z2_bf16", "*/*pp_rank_1_*_optim_states.pt"),
+        ("torch_checkpointing/fsdp2_tp_2x2", "model_1.pt"),
+        ("torch/verl_2d", "*rank_3.pt"),
+    ],
+)
+def test_what_is_missing_is_to_be_fetched(copied: Callable[[str], Path], name: str, lost: str) -> None:
+    """A file that others tell of is an error without a look at payload, and the plan to fetch names it."""
+    folder = copied(name)
+    (path,) = folder.glob(lost)
+    path.unlink()
+    for level in ("quick", "default"):
+        report = verify(folder, level=level)
+        assert not report.is_ok, level
+    assert path.relative_to(folder).as_posix() in {where.path for where in report.to_fetch()}
+
+
+def test_a_rank_without_its_file_of_an_item(copied: Callable[[str], Path]) -> None:
+    """State that is no tensor is placed by nothing: that other ranks have it is what tells."""
+    folder = copied("torch_checkpointing/fsdp2_tp_2x2")
+    (folder / "train_state_2.pt").unlink()
+    (finding,) = [one for one in verify(folder).findings if one.kind == "missing-rank-file"]
+    assert finding.severity is Severity.WARNING
+    assert "train_state_2.pt is not here: 3 of 4 ranks" in finding.message

@@ -84,6 +84,10 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str, str]] = {
     "empty files": ({"a.pt": b"", "b.pt": b""}, "2 empty files where tensors should be", "fetch them again"),
     "code": ({"train.py": b"", "a.so": b"\x7fELF"}, "no known checkpoint format among 1 .so, 1 .py", "ckpt formats"),
     "nothing": ({}, "an empty folder", ""),
+    "lfs bin": ({"pytorch_model.bin": LFS, "config.json": b"{}"}, "pytorch_model.bin is a git-LFS pointer", "lfs pull"),
+    "lfs dcp": ({".metadata": LFS, "__0_0.distcp": LFS}, ".metadata is a git-LFS pointer; 1 other file", "lfs pull"),
+    "html pt": ({"a/model.pt": b"<html>", "readme": b"x"}, "a/model.pt is an HTML page", "fetch it again"),
+    "zeros": ({"m.gguf": bytes(4096)}, "m.gguf is only zero bytes", "fetch or save"),
 }
 
 

@@ -21,7 +21,7 @@ from ckpt_tool.formats._torch_file.described import manifest_of, part_of
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.formats.bytecheckpoint.location import Location, foreign_step, locate, within
+from ckpt_tool.formats.bytecheckpoint.location import SECTIONS, Location, foreign_step, locate, within
 from ckpt_tool.formats.bytecheckpoint.section import read_section, section_manifest
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.merge import merge_manifests
@@ -96,6 +96,7 @@ class ByteCheckpointReader:
             "folder": location.folder or None,
             "version": next((s.version for s in sections if s.version), None),
             "decomposed": sorted(flat) or None,
+            "missing_files": _lost_sections(step, location) or None,
             "n_empty_chunks": sum(part.info.get("n_empty_chunks", 0) for _, part in parts) or None,
         }
         return merged.replace(
@@ -135,6 +136,12 @@ READER = ByteCheckpointReader()
 def _below(location: Location, *names: str) -> str:
     """A path below the step's folder, from the source's root."""
     return "/".join(filter(None, (location.folder, *names)))
+
+
+def _lost_sections(step: Source, location: Location) -> list[str]:
+    """Metadata that sections lack although their items are there."""
+    lost = [] if location.is_section else [name for name in SECTIONS if name not in location.sections]
+    return [_below(location, name, METADATA_NAME) for name in lost if step.listing.match(f"{name}/*.distcp")]
 
 
 def _extra_files(step: Source) -> dict[int, str]:

@@ -20,7 +20,7 @@ from ckpt_tool.formats.deepspeed.modules import Weights
 from ckpt_tool.formats.deepspeed.opened import Checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable
 
 __all__ = ["checkpoint_findings", "copy_findings"]
@@ -31,7 +31,8 @@ _BLOCK_NBYTES = 8 << 20
 def checkpoint_findings(manifest: Manifest) -> Iterator[Finding]:
     """What reading found already; no request."""
     for path in manifest.info.get("missing_files", ()):
-        yield Finding("missing-file", Severity.ERROR, f"{path} is missing: its rank's part of the tensors is not here")
+        said = f"{path} is missing: its rank's part of the tensors is not here"
+        yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
     for name in manifest.info.get("absent_weights", ()):
         message = f"{name!r}: weight data absent (frozen?): the files have its name, not its elements"
         yield Finding("absent-weight", Severity.ERROR, message, fqn=f"module.{name}")

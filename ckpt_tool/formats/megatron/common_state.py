@@ -15,11 +15,14 @@ from ckpt_tool.formats._torch_file.entries import Entry, entries_of
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.items import open_item
-from ckpt_tool.manifest.model import Blob
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Blob, FileRange
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
 
-__all__ = ["COMMON_FILE", "COMMON_OBJECT", "Common", "common_of", "rank_state_note", "read_common"]
+__all__ = [
+    "COMMON_FILE", "COMMON_OBJECT", "Common", "common_findings", "common_of", "rank_state_note", "read_common",
+]  # fmt: skip
 
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -78,6 +81,17 @@ def read_common(source: Source, blobs: Sequence[Blob]) -> Common:
         if blob.fqn == COMMON_OBJECT and blob.where is not None:
             return common_of(open_item(source, blob.where, blob.fqn), COMMON_OBJECT)
     return Common("", {}, Assembly(), ())
+
+
+def common_findings(info: Mapping[str, Any]) -> Iterator[Finding]:
+    """An error where a distributed checkpoint has no common state: every version of mcore writes and wants one."""
+    if not info.get("common_state"):
+        path = "/".join(filter(None, (info.get("folder"), COMMON_FILE)))
+        said = (
+            f"{path} is missing, and there is no {COMMON_OBJECT} in its place: Megatron loads no checkpoint without "
+            "the run's arguments, iteration and hyperparameters"
+        )
+        yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
 
 
 def common_of(file: TorchFile, where: str, leave_out: Sequence[str] = ()) -> Common:

@@ -16,7 +16,7 @@ from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.rows import Rows
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.megatron import resolve
-from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT, Common, read_common
+from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT, Common, common_findings, read_common
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.dist_tables import Named, named_tables
 from ckpt_tool.formats.megatron.facts import Facts
@@ -131,6 +131,7 @@ class MegatronDistReader:
             if located.error is not None and nbytes is not None and located.item.end <= nbytes:
                 fqn = distcp.tensors.fqns[distcp.chunks.tensor[located.rows[0]]]
                 yield Finding("item-mismatch", Severity.ERROR, str(located.error), fqn, located.item)
+        yield from common_findings(manifest.info)
         yield from _megatron_findings(manifest)
 
 

@@ -19,7 +19,7 @@ from ckpt_tool.errors import FormatError, NotFound, Unsupported
 from ckpt_tool.formats._dcp import objects
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.formats.megatron.common_state import COMMON_FILE, read_common
+from ckpt_tool.formats.megatron.common_state import COMMON_FILE, common_findings, read_common
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
@@ -164,8 +164,9 @@ class MegatronZarrReader:
         yield from ()
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
-        """Chunk files that are missing."""
+        """Chunk files that are missing, and a missing common state."""
         del source
+        yield from common_findings(manifest.info)
         for fqn, count in manifest.info.get("missing_chunks", {}).items():
             yield Finding("missing-file", Severity.ERROR, f"{count:,} chunk files of {fqn!r} are missing", fqn=fqn)
 

@@ -30,7 +30,7 @@ from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, LayoutEntry, parse_layout
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.manifest.model import FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.sizes import counted
 
@@ -94,9 +94,8 @@ class RankFilesReader(TorchFilesReader):
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing files, flat parameters, and replicas that are none (their bytes are read where no CRC tells)."""
         for path in manifest.info.get("missing_files", ()):
-            yield Finding(
-                "missing-file", Severity.ERROR, f"{path} is missing: its rank's boxes and replicas are not here"
-            )
+            said = f"{path} is missing: its rank's boxes and replicas are not here"
+            yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
         for fqn in manifest.info.get("flat_parameters", ()):
             yield Finding("flat-parameter", Severity.WARNING, f"{fqn!r}: {_CANNOT_UNFLATTEN}", fqn=fqn)
         for fqn in manifest.info.get("kept_apart", ()):

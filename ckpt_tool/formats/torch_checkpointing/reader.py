@@ -116,7 +116,9 @@ class TorchCheckpointingReader:
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Files and tensors that metadata lists and that are not here, files of other attempts, cut objects."""
         for path in manifest.info.get("missing_files", ()):
-            yield Finding("missing-file", Severity.ERROR, f"{path} is missing: its rank's boxes are not here")
+            said = f"{path} is missing: its rank's boxes are not here"
+            yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
+        yield from _rank_findings(source, manifest.info)
         for fqn in manifest.info.get("absent_tensors", ()):
             message = f"{fqn!r} is in {METADATA_NAME}, but no file holds it"
             yield Finding("missing-tensor", Severity.ERROR, message, fqn=fqn)
@@ -154,6 +156,19 @@ def _value(blob: Blob, data: bytes) -> Any:
     except (RecursionError, ValueError) as error:
         where = blob.where.path if blob.where else blob.fqn
         raise FormatError(f"expected JSON: {error}", where=where, hint="the copy was cut: fetch it again") from None
+
+
+def _rank_findings(source: Source, info: Mapping[str, Any]) -> Iterator[Finding]:
+    """Items that several ranks saved and others did not; files with tensors are known to be missing without this."""
+    world_size, told = info.get("world_size") or 0, set(info.get("missing_files", ()))
+    for item, ranks in ranks_by_item(source.listing.sizes).items():
+        known = ranks | {rank for rank in range(world_size) if f"{item}_{rank}.pt" in told}
+        lacking = [rank for rank in range(world_size) if rank not in known]
+        if len(ranks) > 1 and lacking:
+            shown = ", ".join(map(str, lacking[:_SHOWN])) + (" ..." if len(lacking) > _SHOWN else "")
+            path = f"{item}_{lacking[0]}.pt"
+            said = f"{path} is not here: {len(ranks):,} of {world_size:,} ranks have a file of {item!r}, not {shown}"
+            yield Finding("missing-rank-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
 
 
 def _absent(saved: Saved | None, index: Mapping[str, int]) -> list[str]:

@@ -12,7 +12,8 @@ from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.errors import FormatError, NotFound, UnsafePickle
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.dist_reader import READER
-from ckpt_tool.manifest.finding import Severity
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.storage.open import open_store
@@ -177,6 +178,20 @@ def test_flattened_shapes_are_taken_from_weights() -> None:
     fqn = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
     assert assemble(store, manifest, chunks, fqn) == DENSE()[fqn]
     assert any("have no shape in mcore_data" in note for note in manifest.notes)
+
+
+def test_without_a_common_state_nothing_loads() -> None:
+    """0.12 keeps arguments and hyperparameters in a file that no metadata lists: its loss is an error."""
+    files = files_of("old012_fsms_t2p1d2")
+    assert not list(_errors(files))
+    del files["iter_0000010/common.pt"]
+    (finding,) = _errors(files)
+    assert finding.where == FileRange("iter_0000010/common.pt", 0, 0)
+
+
+def _errors(files: dict[str, bytes]) -> list[Finding]:
+    source = source_of(MemoryStore(files))
+    return [one for one in READER.check(source, READER.read(source)) if one.severity is Severity.ERROR]
 
 
 def test_buckets_say_which_order_fits() -> None:
