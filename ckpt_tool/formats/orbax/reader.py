@@ -126,6 +126,10 @@ class OrbaxReader(ResolvedReader):
         for folder in items.arrays:
             prefix: KeyPath = (folder,) if len(items.arrays) > 1 else ()
             tree = read_tree(source, folder)
+            path = "/".join(filter(None, (folder, "_METADATA")))
+            if path not in source.listing:
+                said = f"{path} is missing: Orbax restores no tree without it, and kinds of keys are not known"
+                yield Finding("missing-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
             stored = arrays_of(source, _values(source, folder))
             names = {one.name for one in stored}
             for name, leaf in tree.leaves.items():

@@ -15,6 +15,7 @@ from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError, NotFound, Unsupported
 from ckpt_tool.formats.orbax.reader import READER
+from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from tests.formats.conformance import Case, ReaderTests, source_of, stored_bytes
 from tests.formats.zoo import CHECKPOINTS, case
@@ -231,6 +232,8 @@ def test_arrays_without_a_tree(tmp_path: Path) -> None:
         assert set(checkpoint) == set(as_bytes(CHECKPOINTS / "orbax_files/ckpt/3"))
         assert checkpoint.manifest.tensor("params.layers.1.scale").path == ("params.layers.1.scale",)
         assert "checkpoint holds the tree and its small values" in checkpoint.manifest.notes[1]
+        lost = [one.where for one in verify(checkpoint).findings if one.kind == "missing-file"]
+        assert lost == [FileRange("_METADATA", 0, 0)]
     with open_checkpoint(step / "checkpoint") as values:
         assert values.objects() == {"step": 3}
 
