@@ -67,10 +67,14 @@ def plan_own_boxes(
     """
     direct, is_direct = find_direct_boxes(source, boxes, landings, max_read_bytes=max_read_bytes)
     width = (boxes.shape[1] - 1) // 2
-    rest = boxes.copy()
-    rest[is_direct, 1 + width :] = 0  # an empty box keeps the number of its landing
-    if not rest[:, 1 + width :].all(axis=1).any():
+    own = slice(len(landings))
+    if is_direct[own][boxes[own, 1 + width :].all(axis=1)].all():
         return OwnReads(None, direct, np.zeros(0, dtype=np.int64))
+    rest = boxes.copy()
+    if width:
+        rest[is_direct, 1 + width :] = 0  # an empty box keeps the number of its landing
+    else:  # numbers without dimensions cannot be empty
+        direct = DirectReads((), (), (), (), ())
     plan = make_plan(source, rank_manifest(source, {0: rest}, 1), limits=limits)
     tiles = plan_own_reads(plan, landings, np.arange(len(plan.tiles)), max_read_bytes=max_read_bytes)
     return OwnReads(plan, direct + tiles.direct, tiles.tiles)

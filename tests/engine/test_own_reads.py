@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_tool.dtypes import dtype
 from ckpt_tool.engine import direct
 from ckpt_tool.engine.landing import Landing, box_rows
 from ckpt_tool.engine.own_reads import OwnReads, plan_own_boxes, run_own_reads
@@ -76,3 +77,19 @@ def test_holes_and_overlaps_are_refused(cut: list[Box]) -> None:
     source = make_source({"a": np.zeros((6, 6), "u4")}, {"a": cut})
     with pytest.raises(CoverageError):
         planned(source.manifest, [(ROWS[2], "C")])
+
+
+@pytest.mark.parametrize("n_odd", [0, 1])
+def test_numbers_without_dimensions_are_read_once(n_odd: int) -> None:
+    """They have no box that could be left out of a plan; the rows of tensors that others hold look like theirs."""
+    source = make_source({"a": np.array(7, "u4")}, {"a": [Box((), ())]})
+    _, landings = planned(source.manifest, [(Box((), ()), "C")])
+    if n_odd:  # one that is cast, so that there are tiles
+        landings[1] = Landing(0, Box((), ()), dtype("float64"), ArrayMemory(np.zeros((), "u8")))
+    rows = np.zeros((3, 1), dtype=np.int64)
+    reads = plan_own_boxes(source.manifest, rows, landings, limits(), max_read_bytes=40)
+    assert (reads.plan is None) == (not n_odd)
+    store = RecordingStore(MemoryStore(source.files))
+    sum(run_own_reads(reads, store, {0: landings[0]}, n_workers=1))
+    assert store.nbytes == 4
+    assert contents({0: landings[0]}) == [7]
