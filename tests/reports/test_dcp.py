@@ -375,7 +375,7 @@ def test_tensors_inside_an_object_are_never_lost(ckpt: Ckpt, tmp_path: Path) -> 
     assert "w: <tensor float32 [2]>" in ckpt("inspect", tmp_path / "source", "--objects").text
     assert "no tensors, only 2 other objects" in ckpt("export", tmp_path / "source", tmp_path / "out").err
     refused = ckpt("export", tmp_path / "source", tmp_path / "out", "--all")
-    assert (refused.status, "'model' holds 1 tensors, which safetensors would lose" in refused.err) == (3, True)
+    assert (refused.status, "'model' holds 1 tensor, which would be lost" in refused.err) == (3, True)
     assert ckpt("reshard", tmp_path / "source", tmp_path / "moved", "--dp", "2").status == 0
     assert ckpt("diff", tmp_path / "source", tmp_path / "moved", "--everything").status == 0
 

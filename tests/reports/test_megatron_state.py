@@ -191,3 +191,9 @@ def test_r64_fsdp_dtensor_and_torch_dist_on_one_processor(ckpt: Ckpt, tmp_path: 
     assert {fqn: one for fqn, one in found.items() if "extra_state" not in fqn}.keys() == truth.keys()
     state = [fqn for fqn in truth if fqn.startswith("optimizer.")]
     assert {fqn: found[fqn] for fqn in state} == {fqn: truth[fqn] for fqn in state}
+
+
+def test_random_states_inside_objects_are_said_to_be_left(ckpt: Ckpt, tmp_path: Path) -> None:
+    """An export of everything to a format of tensors alone goes through, and says what objects with tensors it left."""
+    done = ckpt("export", CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "out", "--all", "--names", "source")
+    assert (done.status, "an object with 5 tensors inside: rng_state/shard_0.0_2.2" in done.text) == (0, True)

@@ -172,7 +172,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     if everything and to in _HOLDS_OBJECTS:
         blobs = by_name(selection.load_objects(checkpoint))
     elif everything:
-        dropped += no_tensors(selection.load_objects(checkpoint), to)
+        dropped += no_tensors(selection.load_objects(checkpoint), manifest)
     else:
         dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
     tensors = cast_model(manifest.tensors, wanted_dtype(dtype))

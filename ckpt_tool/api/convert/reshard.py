@@ -172,7 +172,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         manifest, blobs = selection.manifest, selection.load_objects(checkpoint)
         dropped, notes = selection.dropped, [*selection.notes]
         if to in _WEIGHTS_ALONE:
-            dropped, blobs = (*dropped, *no_tensors(blobs, to)), ()
+            dropped, blobs = (*dropped, *no_tensors(blobs, manifest)), ()
         options = WriterOptions(
             vpp=vpp,
             first_stage_layers=first_stage_layers,

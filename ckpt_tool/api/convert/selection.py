@@ -14,6 +14,7 @@ from ckpt_tool.manifest.select import OF_TYPES, matching, select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Selection", "no_tensors", "select_tensors"]
 
@@ -37,20 +38,24 @@ class Selection:
         return tuple(blobs[row] for row in self.objects)
 
 
-def no_tensors(blobs: Sequence[Blob], to: str) -> list[Dropped]:
-    """A reason for each loaded object that a format of tensors alone leaves out.
+def no_tensors(blobs: Sequence[Blob], taken: Manifest) -> list[Dropped]:
+    """A reason for each loaded object that a format of tensors alone leaves out, beside the tensors ``taken``.
 
     Raises:
-        Unsupported: one has tensors inside, which would be lost with it.
+        Unsupported: there are no tensors but those inside of objects.
     """
+    dropped = []
     for blob in blobs:
         held = len(storages(blob.value)) if blob.is_loaded else 0
-        if held:
+        if held and not len(taken.tensors):
             raise Unsupported(
-                f"the object {blob.fqn!r} holds {held:,} tensors, which {to} would lose",
-                hint=f"leave it out with --exclude {blob.fqn!r}, or save it flattened (flatten_state_dict=True of DCP)",
+                f"the object {blob.fqn!r} holds {counted(held, 'tensor')}, which would be lost; there are no others",
+                hint="save it flattened (flatten_state_dict=True of DCP), or choose --to dcp",
             )
-    return [Dropped(blob.fqn, "not a tensor") for blob in blobs]
+        dropped.append(
+            Dropped(blob.fqn, f"an object with {counted(held, 'tensor')} inside" if held else "not a tensor")
+        )
+    return dropped
 
 
 def select_tensors(
