@@ -163,6 +163,8 @@ def _json_object(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _metadata(found: Any, where: str) -> dict[str, str]:
+    if found is None:  # the library takes null for none
+        return {}
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise FormatError("expected __metadata__ to map strings to strings", where=where)
     return found
@@ -279,11 +281,15 @@ def build_header(
     files at which tensors begin, so that most payload has the same place within a block as there.
 
     Raises:
-        Unsupported: the format has no such dtype, or a tensor is no whole number of bytes.
+        Unsupported: the format has no such dtype or name, or a tensor is no whole number of bytes.
     """
     listed: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     entries, start = [], 0
     for name, dtype, shape in tensors:
+        if name == _METADATA or not _is_text(name):
+            raise Unsupported(
+                f"a safetensors header can call no tensor {name!r}", hint="rename it with ckpt edit, or --exclude it"
+            )
         word, stored_shape = entry_fields(dtype, shape)
         nbytes, rest = divmod(prod(shape) * dtype.bits, 8)
         if rest:
@@ -296,6 +302,11 @@ def build_header(
     step, rest = (ALIGNMENT, 0) if place is None else (BLOCK_NBYTES, place)
     text += b" " * ((rest - 8 - len(text)) % step)
     return len(text).to_bytes(8, "little") + text, Header(tuple(entries), dict(metadata), 8 + len(text))
+
+
+def _is_text(name: str) -> bool:
+    """Whether it has a UTF-8 form: half of a surrogate pair, which a pickle can hold, has none."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _place_in_block(entries: Sequence[Entry], origins: Mapping[str, int]) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import load_file, save
 
 from ckpt_tool.dtypes import DTYPES, DType
@@ -251,3 +251,18 @@ def test_a_header_must_be_given_whole() -> None:
     raw = file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")
     with pytest.raises(FormatError, match="header of 68 bytes given only to byte 20"):
         parse_header(raw[:20], len(raw), "f")
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
+def test_names_that_no_header_can_hold_are_refused(name: str) -> None:
+    """The first would be read as the file's metadata, the second has no UTF-8 form."""
+    with pytest.raises(Unsupported, match="can call no tensor"):
+        build_header([(name, U8, (2,))], {})
+
+
+def test_metadata_of_null_is_none() -> None:
+    """As the library reads it."""
+    text = b'{"__metadata__":null,"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    data = len(text).to_bytes(8, "little") + text
+    assert deserialize(data + b"x")[0][0] == "w"
+    assert parse_header(data, len(data) + 1, "f").metadata == {}
