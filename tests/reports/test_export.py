@@ -250,3 +250,13 @@ def test_r41_space(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     assert ckpt("export", FSDP2, tmp_path / "out").status == 0
     assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) == plan["target_nbytes"]
+
+
+@pytest.mark.parametrize("target", ["out.npz", "out.gguf", "out"])
+def test_a_name_that_is_no_text(ckpt: Ckpt, tmp_path: Path, target: str) -> None:
+    """Pickles hold half a surrogate pair in a name; formats of UTF-8 refuse it in a line, and leave nothing."""
+    torch.save({"a\ud800": torch.ones(2)}, tmp_path / "m.pt")
+    ran = ckpt("export", tmp_path / "m.pt", tmp_path / target)
+    assert ran.status == 3
+    assert "'a\\ud800" in ran.text
+    assert not (tmp_path / target).exists()

@@ -255,7 +255,11 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         info=dict(source.info),
         options=options,
     )
-    layout = writer.lay_out(request)
+    try:
+        layout = writer.lay_out(request)
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which a pickle can hold
+        said = f"{writer.name} holds names as UTF-8, which {error.object[:200]!r} has no form in"
+        raise Unsupported(said, hint="leave it out with --exclude") from error
     if companions and not single:
         layout = _accompanied(layout, companions)
     payload_nbytes = int(source.tensors.nbytes.sum())
