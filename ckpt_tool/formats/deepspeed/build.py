@@ -286,9 +286,13 @@ def _in_given_order(found: Checkpoint, mp: int, number: int) -> list[str]:
 
 
 def _add_scalars(built: Built, flat: FlatSet, placement: Placement) -> None:
-    """States that all parameters of a set share, such as ``step``: each parameter's, at the first rank's bytes."""
+    """States that all parameters of a set share, such as ``step``: each parameter's, at the first rank's bytes.
+
+    What the other ranks hold is the first parameter's too, so that files of two saves are told by it.
+    """
     for state in scalar_names(flat.members):
         member, value = scalar_of(flat.members, state)
+        copies = [each for each in flat.members if isinstance(each.scalars.get(state), TensorRef)]
         for name in flat.names:
             for target in placement.targets(flat.mp, name):
                 fqn, path, section = state_name(target.name, state)
@@ -297,9 +301,12 @@ def _add_scalars(built: Built, flat: FlatSet, placement: Placement) -> None:
                     continue
                 row = built.assembly.rows.add_tensor(fqn, value.dtype, value.shape, section, path)
                 box = Box.whole(value.shape)
-                place = member.file.storages.get(value.storage.key)
-                if place is None:
-                    raise FormatError(f"needs storage {value.storage.key!r}, which is not here", where=member.file.path)
-                built.assembly.rows.add_piece(
-                    row, Piece(box, box, value), place, rank=member.rank, big_endian=member.file.big_endian
-                )
+                for each in copies or [member]:
+                    own = each.scalars[state]
+                    place = each.file.storages.get(own.storage.key)
+                    if place is None:
+                        raise FormatError(f"needs storage {own.storage.key!r}, which is not here", where=each.file.path)
+                    built.assembly.rows.add_piece(
+                        row, Piece(box, box, own), place, rank=each.rank, big_endian=each.file.big_endian
+                    )
+                copies = []
