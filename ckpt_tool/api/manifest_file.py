@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckpt_tool.errors import FormatError, NotFound, StorageError
+from ckpt_tool.errors import FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.target import open_target
@@ -41,6 +41,7 @@ def write_text(text: str, url: str) -> None:
 
     Raises:
         StorageError: it cannot be written.
+        UsageError: a file of that name is here, and it is none that this tool wrote.
     """
     if not is_local(url):
         data = text.encode()
@@ -51,12 +52,24 @@ def write_text(text: str, url: str) -> None:
         remote.commit(name)
         return
     target = Path(local_path(url))
+    if not _is_ours(target):
+        raise UsageError(f"{url} is here and is no list of digests: it is not overwritten", hint="name another file")
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(target)
     except OSError as error:
         raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nothing is there, or a file that this tool wrote."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:  # writing tells what is wrong
+        return True
+    return not head or b'"ckpt-tool/' in head
 
 
 def read_manifest(url: str | os.PathLike[str]) -> DigestTable:

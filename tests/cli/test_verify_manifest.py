@@ -32,6 +32,16 @@ def test_written_and_compared(manifest: str, capsys: pytest.CaptureFixture[str])
     assert "36.5 KiB of tensors read, 36.5 KiB proven by recorded checksums" in printed
 
 
+def test_no_checkpoint_is_overwritten(manifest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--write-manifest`` where ``--manifest`` was meant, or the checkpoint's own name: what is there stays."""
+    path = str(shutil.copy(SINGLE / "model.safetensors", tmp_path))
+    before = Path(path).read_bytes()
+    assert main(["verify", path, "--write-manifest", path]) == 2
+    assert "is not overwritten" in capsys.readouterr().err
+    assert Path(path).read_bytes() == before
+    assert main(["verify", path, "--write-manifest", manifest]) == 0  # one of our own is
+
+
 def test_other_content(manifest: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Another model ends with 1."""
     other = FIXTURES / "torch/dcp_fsdp2_tp_2x2/ckpt"

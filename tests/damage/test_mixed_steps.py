@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
+import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +16,7 @@ from ckpt_tool.api.manifest_file import write_manifest
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError
 from tests.formats.dcp.build import Checkpoint
+from tests.reports.conftest import FIXTURES
 from tests.reports.made import put
 
 
@@ -64,3 +68,21 @@ def test_a_manifest_knows_metadata_that_nothing_repeats(tmp_path: Path, files: L
         except CkptError:
             continue  # it is refused as a whole
     assert silent  # else there would be nothing to prove
+
+
+@pytest.mark.parametrize("place", ["deepspeed/ds_z1_fp32/ckpt", "torch/verl_4r_bf16/ckpt"])
+def test_counters_of_one_rank(tmp_path: Path, place: str) -> None:
+    """Each rank keeps a copy of a counter: that of one is another, and no metadata says so."""
+    shutil.copytree(FIXTURES / place, tmp_path / "d")
+    path = min(p for p in (tmp_path / "d").rglob("*optim*.pt") if "rank_1" in p.name)
+    raw = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        values = [(m, struct.unpack("<f", archive.read(m))[0]) for m in archive.infolist() if m.file_size == 4]
+    counters = [(member, value) for member, value in values if value in range(1, 10)]
+    assert counters
+    for member, value in counters:
+        lengths = struct.unpack_from("<HH", raw, member.header_offset + 26)
+        struct.pack_into("<f", raw, member.header_offset + 30 + sum(lengths), value + 10)
+    path.write_bytes(raw)
+    (found,) = [each for each in verify(tmp_path / "d").findings if each.kind == "mixed-steps"]
+    assert f"differ: {counters[0][1] + 10:g} in '{path.relative_to(tmp_path / 'd')}'; " in found.message
