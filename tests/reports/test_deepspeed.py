@@ -79,11 +79,14 @@ def test_r76_an_adapter_of_empty_tensors(ckpt: Ckpt, tmp_path: Path, is_torch: b
         save_file(tensors, tmp_path / "adapter_model.safetensors")
     checked = ckpt("verify", tmp_path)
     assert (checked.status, "weight data absent: 4 weights have the shape [0]" in checked.text) == (1, True)
+    written = ckpt("export", tmp_path, f"{tmp_path}-out")
+    assert (written.status, "weight data absent: 4 weights" in written.text) == (3, True)
     shown = ckpt("inspect", tmp_path)
     assert (shown.status, "lora_A" in shown.text) == (0, True)
     (tmp_path / "adapter_config.json").unlink()
     torch.save({**tensors, "head.weight": torch.ones(2)}, tmp_path / "some.pt")
     assert "weight data absent: 4 weights" in ckpt("verify", tmp_path / "some.pt").text
+    assert "note: weight data absent: 4 weights" in ckpt("export", tmp_path / "some.pt", f"{tmp_path}-out").text
 
 
 def test_r77_partitions_of_another_length(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.unequal import apply_unequal, parse_unequal, settle_unequal
+from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.errors import CoverageError, Unsupported
 from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.select import OF_TYPES, matching, select
 from ckpt_tool.manifest.subset import only_tensors
@@ -112,7 +114,23 @@ def select_tensors(
     dropped += [Dropped(fqn, "not selected") for fqn in dict.fromkeys(manifest.blobs[row].fqn for row in sorted(gone))]
     objects = tuple(row for row in range(len(manifest.blobs)) if row not in gone)
     taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), dims)
+    notes += _absent(taken, checkpoint.url)
     return Selection(taken, tuple(dropped), notes, objects)
+
+
+def _absent(taken: Manifest, url: str) -> tuple[str, ...]:
+    """Notes on weights that have a name and no elements.
+
+    Raises:
+        CoverageError: all that were taken are such, so that a copy of them would be a model without weights.
+    """
+    notes = []
+    for finding in absent_findings(taken):
+        if finding.severity is Severity.ERROR:
+            hint = "gather them when they are saved: stage3_gather_16bit_weights_on_model_save"
+            raise CoverageError(finding.message, where=url, hint=hint)
+        notes.append(finding.message)
+    return tuple(notes)
 
 
 def _objects_that_fit(manifest: Manifest, pattern: str) -> set[int]:
