@@ -362,9 +362,12 @@ def save_parquet(found: Inspection, path: str | os.PathLike[str]) -> None:
 
     Raises:
         StorageError: it cannot be written.
+        UsageError: a file of that name is here, and it is no table.
     """
+    from ckpt_tool.api.manifest_file import check_replaceable  # few calls write a file
     from ckpt_tool.manifest.arrow import to_parquet
 
+    check_replaceable(path, b"PAR1", "Parquet file")
     try:
         Path(path).write_bytes(to_parquet(found.manifest))
     except OSError as error:

@@ -11,7 +11,15 @@ from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 
-__all__ = ["SUFFIX", "is_manifest_file", "manifest_beside", "read_manifest", "write_manifest", "write_text"]
+__all__ = [
+    "SUFFIX",
+    "check_replaceable",
+    "is_manifest_file",
+    "manifest_beside",
+    "read_manifest",
+    "write_manifest",
+    "write_text",
+]
 
 _MAX_BYTES = 1 << 30
 _HEAD_BYTES = 4096
@@ -52,8 +60,7 @@ def write_text(text: str, url: str) -> None:
         remote.commit(name)
         return
     target = Path(local_path(url))
-    if not _is_ours(target):
-        raise UsageError(f"{url} is here and is no list of digests: it is not overwritten", hint="name another file")
+    check_replaceable(target, b'"ckpt-tool/', "list of digests")
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -62,14 +69,20 @@ def write_text(text: str, url: str) -> None:
         raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether nothing is there, or a file that this tool wrote."""
+def check_replaceable(path: str | os.PathLike[str], mark: bytes, what: str) -> None:
+    """Nothing, where no file is there, or one of the kind that is to be written.
+
+    Raises:
+        UsageError: it is another one, such as a checkpoint that was named by mistake.
+    """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
     except OSError:  # writing tells what is wrong
-        return True
-    return not head or b'"ckpt-tool/' in head
+        return
+    if head and mark not in head:
+        said = f"{os.fspath(path)} is here and is no {what}: it is not overwritten"
+        raise UsageError(said, hint="name another file, or remove it")
 
 
 def read_manifest(url: str | os.PathLike[str]) -> DigestTable:

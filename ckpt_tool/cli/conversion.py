@@ -34,7 +34,7 @@ def _save_plan(sink: Output, conversion: Conversion, path: str) -> None:
     """Write every byte range of the plan as JSON; ``-`` is stdout.
 
     Raises:
-        UsageError: stdout is taken by another document.
+        UsageError: stdout is taken by another document; or the file is here and is no plan.
         StorageError: the file cannot be written.
     """
     if path == "-":
@@ -42,6 +42,9 @@ def _save_plan(sink: Output, conversion: Conversion, path: str) -> None:
             raise UsageError("--plan-json - needs stdout for the plan alone", hint="add --quiet, or name a file")
         sys.stdout.writelines(conversion.plan_json())
         return
+    from ckpt_tool.api.manifest_file import check_replaceable
+
+    check_replaceable(path, b'"fingerprint"', "plan")
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(conversion.plan_json())

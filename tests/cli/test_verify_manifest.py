@@ -36,9 +36,11 @@ def test_no_checkpoint_is_overwritten(manifest: str, tmp_path: Path, capsys: pyt
     """``--write-manifest`` where ``--manifest`` was meant, or the checkpoint's own name: what is there stays."""
     path = str(shutil.copy(SINGLE / "model.safetensors", tmp_path))
     before = Path(path).read_bytes()
-    assert main(["verify", path, "--write-manifest", path]) == 2
-    assert "is not overwritten" in capsys.readouterr().err
-    assert Path(path).read_bytes() == before
+    plan = ["plan", path, "--default", "shard0", "--plan-json", path]
+    for words in (["verify", path, "--write-manifest", path], ["inspect", path, "--parquet", path], plan):
+        assert main(words) == 2
+        assert "is not overwritten" in capsys.readouterr().err
+        assert Path(path).read_bytes() == before
     assert main(["verify", path, "--write-manifest", manifest]) == 0  # one of our own is
 
 
