@@ -79,8 +79,9 @@ def test_seaweedfs_matrix(tmp_path: Path) -> None:
 
 @pytest.mark.hdfs
 def test_hdfs_matrix(tmp_path: Path) -> None:
-    """Files of a real cluster, with parts of 1 MiB."""
-    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=60, rows=512)
+    """Files of a real cluster, with parts of 1 MiB. A file takes it half a second, so lines of the journal are few."""
+    source = make_safetensors(tmp_path / "x.safetensors", n_tensors=24, rows=512)
     with real_hdfs(tmp_path / "hdfs") as cluster:
-        found = seen(source, f"{cluster.url}/out", POINTS // 4, CKPT_WEBHDFS=cluster.webhdfs)
+        environment = {"CKPT_WEBHDFS": cluster.webhdfs, "CKPT_KILLING_PART_BYTES": str(8 << 20)}  # lines of 2 MiB
+        found = seen(source, f"{cluster.url}/out", POINTS // 4, **environment)
     assert found["went on from what was there"] >= POINTS // 32
