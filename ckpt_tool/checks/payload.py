@@ -216,7 +216,8 @@ def _of_file(manifest: Manifest, number: int) -> Manifest:
     rows = np.flatnonzero(manifest.chunks.file == number)
     chunks = manifest.chunks.take(rows).replace(file=np.zeros(len(rows), dtype=np.int32))
     blobs = tuple(blob for blob in manifest.blobs if blob.where is not None and blob.where.path == entry.path)
-    return manifest.replace(chunks=chunks, files=FileTable((entry,)), blobs=blobs)
+    items = None if manifest.items is None else manifest.items.take_files(np.array([number], dtype=np.int64))
+    return manifest.replace(chunks=chunks, files=FileTable((entry,)), blobs=blobs, items=items)
 
 
 def _halves(part: Manifest) -> list[Manifest]:

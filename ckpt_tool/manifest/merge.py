@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.geometry.runs import contiguous_strides_columns
+from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
@@ -59,6 +60,7 @@ def merge_manifests(parts: Sequence[tuple[str, Manifest]], *, format_name: str, 
         blobs=tuple(
             replace(blob, where=_range_below(folder, blob.where)) for folder, part in parts for blob in part.blobs
         ),
+        items=ItemTable.joined([(part.items, len(part.files)) for _, part in parts]),
     )
 
 
@@ -96,6 +98,7 @@ def split_manifest(manifest: Manifest, part: PartRows, *, format_name: str) -> M
         ),
         files=FileTable(tuple(_without(part.folder, manifest.files.entries[row]) for row in part.files.tolist())),
         blobs=tuple(_blob_without(part.folder, manifest.blobs[row]) for row in part.blobs),
+        items=None if manifest.items is None else manifest.items.take_files(part.files),
     )
 
 

@@ -16,6 +16,7 @@ from ckpt_tool.records import dataclass, field
 if TYPE_CHECKING:
     from ckpt_tool.dtypes import DType
     from ckpt_tool.geometry.box import Box
+    from ckpt_tool.manifest.items import ItemTable
     from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 __all__ = ["ZEROS", "Blob", "Chunk", "FileEntry", "FileRange", "KeyPath", "Manifest", "MeshInfo", "TensorMeta"]
@@ -153,6 +154,8 @@ class Manifest:
     """What else the format says: ``step``, ``world_size``, ``torch_version``, ``metadata`` ... JSON-able."""
     notes: tuple[str, ...] = ()
     """What a person should know: assumptions with their evidence, files left out and why."""
+    items: ItemTable | None = None
+    """Which files hold items alone, and the items beside chunks and objects; None where the format does not tell."""
 
     def replace(self, **changes: Any) -> Manifest:
         """A copy with some fields changed."""

@@ -39,4 +39,5 @@ def only_files(manifest: Manifest, is_kept: Sequence[bool]) -> Manifest:
     return manifest.replace(
         chunks=chunks.replace(file=new_number[chunks.file].astype(np.int32)),
         files=FileTable(tuple(entry for entry, kept in zip(manifest.files, is_kept, strict=True) if kept)),
+        items=None if manifest.items is None else manifest.items.take_files(np.flatnonzero(mask)),
     )

@@ -16,7 +16,7 @@ from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.finding import Severity
 from tests.hostile.fuzz import SMALL, placed
 
-__all__ = ["DAMAGES", "EXPECTED", "FORMATS", "PACKED", "UNKNOWABLE", "Outcome", "damaged", "outcome", "truth"]
+__all__ = ["DAMAGES", "EXPECTED", "FORMATS", "PACKED", "TOLD", "UNKNOWABLE", "Outcome", "damaged", "outcome", "truth"]
 
 FORMATS = SMALL
 PACKED = (
@@ -169,6 +169,11 @@ def _dropped(folder: Path) -> Iterator[str]:
     yield from _changed(folder, lambda raw: iter([raw[: len(raw) // 3] + raw[len(raw) // 2 :]]), payload_files)
 
 
+def _longer(folder: Path) -> Iterator[str]:
+    """Something else behind a file."""
+    yield from _changed(folder, lambda raw: iter([raw + b"left by an earlier save " * 99]), payload_files)
+
+
 def _stale(folder: Path) -> Iterator[str]:
     """An index that names other files than those that are here."""
 
@@ -193,6 +198,7 @@ DAMAGES: dict[str, Callable[[Path], Iterator[str]]] = {
     "swapped": _swapped,
     "doubled": _doubled,
     "dropped": _dropped,
+    "longer": _longer,
     "stale index": _stale,
 }
 
@@ -208,7 +214,13 @@ EXPECTED: dict[str, set[str]] = {
     "swapped": {"wrong-rank", "index-wrong-file", "missing-tensor", "truncated-file", "gap", *_REFUSED},
     "doubled": {"nan", "crc-mismatch", "gap", "missing-tensor", *_REFUSED},
     "dropped": {"truncated-file", "gap", "nan", "missing-tensor", "crc-mismatch", *_REFUSED},
+    "longer": {"missing-tensor", "gap", *_REFUSED},
     "stale index": {"stale-index"},
+}
+# These bring bytes that belong to nothing, which is to be told though every tensor may be what it was.
+TOLD: dict[str, set[str]] = {
+    "doubled": {"unowned-bytes", "container-odd"},
+    "longer": {"unowned-bytes", "container-odd"},
 }
 
 # What nothing in these files can tell, with the reason.

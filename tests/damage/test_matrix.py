@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.damage.matrix import DAMAGES, EXPECTED, FORMATS, PACKED, UNKNOWABLE, damaged, outcome, truth
+from tests.damage.matrix import DAMAGES, EXPECTED, FORMATS, PACKED, TOLD, UNKNOWABLE, damaged, outcome, truth
 
 FAST = 2
 """Cases of each kind: of the first file, or the first two places in it."""
@@ -35,6 +35,8 @@ def wrong_answers(name: str, base: Path, *, limit: int | None) -> list[str]:
                 if not found.errors & EXPECTED[damage]:
                     wrong.append(f"{damage}, {what}: {sorted(found.errors)}")
                 continue
+            if damage in TOLD and not found.others & TOLD[damage]:
+                wrong.append(f"{damage}, {what}: not told")
             is_told = found.others & {"not-covered", "crc-not-recorded"} and damage not in {
                 "missing",
                 "empty",

@@ -20,6 +20,7 @@ from ckpt_tool.checks.payload import check_content, check_headers, check_metadat
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
 from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.checks.tolerant import read_tolerantly
+from ckpt_tool.checks.unowned import unowned_findings
 from ckpt_tool.checks.vocabulary import padding_findings, tied_findings
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import CkptError, UsageError
@@ -147,6 +148,7 @@ def _report(
     if level != "quick":
         store = checkpoint.store
         headers = check_headers(checkpoint.reader, source, manifest, extents, store=store)
+        structure += unowned_findings(manifest, source.listing, extents.has_chunk, headers.manifest.chunks)
         findings = [*structure, *headers.findings]
         if level == "full":
             content = check_content(

@@ -10,6 +10,7 @@ import numpy as np
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.formats._dcp.item_kinds import ItemKinds, MemberSum
+from ckpt_tool.formats._dcp.items import is_zip
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._dcp.objects import ZSTD_KIND
 from ckpt_tool.formats._zip.container import Fault, finding_of_fault
@@ -27,27 +28,27 @@ _EDGE_NBYTES = 4 << 10
 """First and last bytes of an item that hold its local headers and its directory."""
 
 
-def checksums(
-    source: Source, manifest: Manifest, empty_items: Sequence[FileRange] = ()
-) -> Iterator[Checksum | Finding]:
+def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
     """CRC-32 of the storage of each tensor, and of the pickles around them and of objects, where one is recorded.
 
     torch writes them always (unless ``set_crc32_options(False)``: 0) and never checks them. A safetensors blob has
     none, those of compressed items are of their decoded content. Chunks that are resolved no longer say where their
     item is and are passed over. The bytes around payloads are held against each other (``container-damage``,
-    ``container-odd``), also of ``empty_items``, which have no elements. Requests: two per item at most, of 4 KiB;
-    compressed items are read and decoded whole.
+    ``container-odd``), also of items that are neither a chunk's nor an object's. Requests: two per item at most, of
+    4 KiB; compressed items are read and decoded whole.
     """
     tensors, objects = _items(manifest)
     saved = {b.where for b in manifest.blobs if b.kind in ("torch_save", ZSTD_KIND)}
-    own = {entry.path if entry.part is None else entry.part.path for entry in manifest.files}
-    without = [where for where in empty_items if where.path in own and where.length]
+    others = [] if manifest.items is None else manifest.items.ranges(manifest.files)
+    without = [where for where in dict.fromkeys(others) if where.length and where not in tensors]
     places = [
-        where for where in (*tensors, *objects, *without) if where.end <= source.listing.sizes.get(where.path, -1)
+        where
+        for where in (*tensors, *objects, *(where for where in without if where not in objects))
+        if where.end <= source.listing.sizes.get(where.path, -1)
     ]
     kinds = ItemKinds()
     for where, head, tail in _edges(source, places):
-        if head[:2] == b"PK":
+        if is_zip(head):
             fqn = tensors.get(where)
             sums = _item_sums(source, where, head, tail, kinds)
             yield from _told(sums, where.path, where.offset, fqn, objects.get(where))

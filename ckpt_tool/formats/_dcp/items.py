@@ -16,7 +16,7 @@ from ckpt_tool.formats._zip.head import parse_item_head
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
 
-__all__ = ["HEAD_NBYTES", "ItemHeads", "Payload", "payload_from_directory"]
+__all__ = ["HEAD_NBYTES", "ItemHeads", "Payload", "is_zip", "payload_from_directory"]
 
 HEAD_NBYTES = 1 << 10
 """First bytes of an item that are read; in all that torch wrote so far the payload starts before their end."""
@@ -87,6 +87,15 @@ class ItemHeads:
             self._head_nbytes.append(parsed.payload_offset)
         self._known[data[: parsed.payload_offset]] = payload
         return payload
+
+
+def is_zip(head: bytes | memoryview) -> bool:
+    r"""Whether an item begins as a zip, and not as a blob of safetensors of which the header has 19,280 bytes: "PK".
+
+    >>> is_zip(b"PK\x03\x04" + bytes(8)), is_zip((19280).to_bytes(8, "little") + b"{"), is_zip(b"")
+    (True, False, False)
+    """
+    return bytes(head[:2]) == b"PK" and bytes(head[8:9]) != b"{"
 
 
 def payload_from_directory(read: Read, nbytes: int, where: str) -> Payload:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._dcp.metadata import MetadataFile, TensorItem
+from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
@@ -38,8 +39,8 @@ class Tables:
     blobs: tuple[Blob, ...]
     empty: Mapping[int, int]
     """Chunks without elements, by rank; -1 for unknown. They are not in ``chunks``."""
-    empty_items: tuple[FileRange, ...] = ()
-    """Their items, which are stored as any other."""
+    items: ItemTable
+    """Their items, which are stored as any other. Nothing but items lies in the files."""
 
 
 def rank_of(path: str) -> int:
@@ -82,14 +83,8 @@ def tabulate(metadata: Sequence[MetadataFile], nbytes_of: Mapping[str, int]) -> 
         files=FileTable(tuple(files.entries)),
         blobs=tuple(blobs),
         empty=dict(sorted(empty.items())),
-        empty_items=_items(chunks.take(np.flatnonzero(is_empty)), files.entries),
+        items=ItemTable.of_full(len(files.entries)).with_chunks(chunks.take(np.flatnonzero(is_empty))),
     )
-
-
-def _items(chunks: ChunkTable, files: Sequence[FileEntry]) -> tuple[FileRange, ...]:
-    """The stored bytes of unresolved chunks."""
-    rows = zip(chunks.file.tolist(), chunks.offset.tolist(), chunks.length.tolist(), strict=True)
-    return tuple(files[f].part or FileRange(files[f].path, offset, length) for f, offset, length in rows)
 
 
 def _union(metadata: Sequence[MetadataFile]) -> dict[str, TensorItem]:

@@ -19,11 +19,12 @@ from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.runs import merge_runs
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
-from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.manifest.subset import only_files
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, IntArray
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.fetch import fetch_all
 
-__all__ = ["StorageRecord", "checksums", "plain_zips", "resolve", "storage_records"]
+__all__ = ["StorageRecord", "checksums", "only_zips", "plain_zips", "resolve", "storage_records"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,14 @@ def plain_zips(manifest: Manifest) -> list[FileEntry]:
         if entry.path.startswith(f"{part.path}!"):
             found.setdefault(part.path, FileEntry(part.path, -1))
     return list(found.values())
+
+
+def only_zips(source: Source, manifest: Manifest, paths: Sequence[str]) -> Manifest:
+    """What lies in some files, those that begin as zips do; files that no tensor lies in are there too."""
+    found = [path for path in paths if path in source.listing and source.head(path, 4) == b"PK\x03\x04"]
+    part = only_files(manifest, [path in found for path in manifest.files.paths])
+    others = [FileEntry(path, -1) for path in found if path not in part.files.index]
+    return part.replace(files=FileTable((*part.files, *others)))
 
 
 def storage_records(source: Source, path: str) -> list[StorageRecord]:

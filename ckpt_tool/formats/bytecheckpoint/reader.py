@@ -114,7 +114,7 @@ class ByteCheckpointReader:
 
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """Of objects and of extra state; the raw bytes of tensors have none."""
-        yield from checks.checksums(source, manifest.replace(chunks=manifest.chunks.take([])))
+        yield from checks.checksums(source, manifest.replace(chunks=manifest.chunks.take([]), items=None))
         yield from headers.checksums(source, only_files(manifest, _is_extra(manifest)))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:

@@ -81,6 +81,7 @@ def section_manifest(source: Source, section: SectionFile, flat: Mapping[str, Fl
             replace(blob, fqn=f"{section.name}.{blob.fqn}", path=(section.name, *blob.path)) for blob in tables.blobs
         ),
         info=_info(tables.empty),
+        items=tables.items.with_chunks(tables.chunks),
     )
 
 

@@ -23,9 +23,6 @@ __all__ = ["READER", "DcpReader"]
 _STEP_FQNS = ("train_state.step", "trainer.global_step", "state.step", "global_step", "step", "iteration")
 
 
-_EMPTY_ITEMS = "dcp: items without elements"
-
-
 class DcpReader:
     """``torch.distributed.checkpoint``, as torch 2.1 and later write it."""
 
@@ -51,7 +48,6 @@ class DcpReader:
             return self._manifest(source, paths, sidecar.tables, sidecar.facts, ())
         with collector_paused():
             tables, facts = _parsed(source, paths)
-        source.remembered[_EMPTY_ITEMS] = tables.empty_items
         return self._manifest(source, paths, tables, facts, () if sidecar is None else (sidecar,))
 
     def _manifest(
@@ -66,6 +62,7 @@ class DcpReader:
             blobs=tables.blobs,
             info=_info(source, paths, tables, facts),
             notes=(*_notes(paths, tables), *notes),
+            items=tables.items,
         )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
@@ -88,7 +85,7 @@ class DcpReader:
         """CRC-32 of each tensor's storage and of each member of an object, as the zips record them."""
         from ckpt_tool.formats._dcp.checks import checksums  # for verify alone
 
-        return checksums(source, manifest, source.remembered.get(_EMPTY_ITEMS, ()))
+        return checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Files that are missing, cut or unknown, and items that are not what the metadata says; reads every head."""

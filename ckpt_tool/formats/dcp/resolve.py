@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, payload_from_directory
+from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, is_zip, payload_from_directory
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
@@ -196,7 +196,7 @@ class _ItemReader:
         where = f"{item.path}:{item.offset}"
         start = item.offset if content is None else 0
         try:
-            if bytes(head[:2]) == b"PK":
+            if is_zip(head):
                 payload = self._heads.payload(head, where) or self._by_directory(item, content, where)
                 nbytes = item.length if content is None else len(content)
                 if payload.end > nbytes:

@@ -22,6 +22,7 @@ from ckpt_tool.errors import CkptError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME
 from ckpt_tool.formats._dcp.table import Tables, rank_of
 from ckpt_tool.formats.base import Source
+from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
@@ -70,6 +71,7 @@ def sidecar_bytes(sidecar: Sidecar, metadata: bytes) -> bytes:
         "save_id": facts.save_id,
         "is_flattened": facts.is_flattened,
         "empty": sorted(tables.empty.items()),
+        "empty_items": np.stack([tables.items.file, tables.items.offset, tables.items.length], axis=1).tolist(),
         "blobs": [
             [blob.fqn, blob.path, blob.where.path, blob.where.offset, blob.where.length]
             for blob in tables.blobs
@@ -179,7 +181,20 @@ def _sidecar(described: Mapping[str, Any], tensors: Any, files: Any, chunks: Any
     )
     facts = Facts(described["version"], described["save_id"], bool(described["is_flattened"]))
     empty = {int(rank): int(n) for rank, n in described["empty"]}
-    return Sidecar(Tables(table, chunk_table, file_table, blobs, empty), facts, payload_offset)
+    items = _empty_items(described, len(file_table), has_some=bool(empty))
+    return Sidecar(Tables(table, chunk_table, file_table, blobs, empty, items), facts, payload_offset)
+
+
+def _empty_items(described: Mapping[str, Any], n_files: int, *, has_some: bool) -> ItemTable:
+    """Items without elements; a sidecar that does not list them leaves open what else lies in the files."""
+    items = ItemTable.of_full(n_files)
+    rows = described.get("empty_items")
+    if rows is None:
+        return items.without_full(range(n_files if has_some else 0))
+    file, offset, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    if len(file) and not (file.min() >= 0 and file.max() < n_files and offset.min() >= 0 and length.min() >= 0):
+        raise ValueError("an item without elements is in no file")
+    return items.with_rows(file, offset, length)
 
 
 def _check(tensors: TensorTable, chunks: ChunkTable, files: FileTable, payload_offset: IntArray) -> None:

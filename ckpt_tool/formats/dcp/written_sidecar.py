@@ -14,6 +14,7 @@ from ckpt_tool.formats._dcp.table import Tables, rank_of
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.formats.dcp.metadata_pickle import VERSION
 from ckpt_tool.formats.dcp.sidecar import Facts, Sidecar
+from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
@@ -56,6 +57,7 @@ def sidecar_of(
                 for fqn, path, item in objects
             ),
             dict(sorted(Counter(ranks[file[~is_full]].tolist()).items())),
+            ItemTable.of_full(len(number)).with_rows(file[~is_full], chunks.offset[~is_full], chunks.length[~is_full]),
         ),
         Facts(VERSION, save_id, is_flattened=True),
         chunks.offset[full] + head_nbytes,

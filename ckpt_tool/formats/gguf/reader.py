@@ -16,7 +16,8 @@ from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.gguf.header import MAGIC, Header, parse_header
-from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
+from ckpt_tool.manifest.items import ItemTable
+from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.storage.fetch import fetch_all
 
@@ -55,8 +56,10 @@ class GgufReader(ResolvedReader):
         paths = _paths(source)
         headers = fetch_all(lambda path: _header(source, path), paths, concurrency=source.store.cost.concurrency)
         columns = Columns()
+        heads = []
         for path, header in zip(paths, headers, strict=True):
             file = columns.add_file(FileEntry(path, source.listing.nbytes(path)))
+            heads.append(FileRange(path, 0, header.nbytes))
             for entry in header.entries:
                 if entry.name in columns:
                     raise FormatError(f"{entry.name!r} is there twice", where=path)
@@ -83,6 +86,7 @@ class GgufReader(ResolvedReader):
             blobs=blobs,
             info=info,
             notes=tuple(_notes(paths, headers, pairs, missing)),
+            items=ItemTable.of_full(len(files)).with_ranges(heads, files),
         )
 
 

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
-from ckpt_tool.formats._zip.directory import payload_offset, read_directory
+from ckpt_tool.formats._zip.directory import ZipDirectory, payload_offset, read_directory
 from ckpt_tool.formats.base import Source
 
-__all__ = ["MAGIC", "WEIGHTS", "opened", "span_of"]
+__all__ = ["MAGIC", "WEIGHTS", "end_of_file", "opened", "span_of", "zip_of"]
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 WEIGHTS = "model.weights.h5"
 _BLOCK_NBYTES = 64 << 10
 _MAX_BLOCKS = 1024
+_SUPERBLOCK_NBYTES = 64
 
 
 def span_of(source: Source, path: str) -> tuple[int, int]:
@@ -34,15 +35,38 @@ def span_of(source: Source, path: str) -> tuple[int, int]:
     if source.head(path, 8) == MAGIC:
         return 0, nbytes
 
-    def read(offset: int, length: int) -> bytes:
-        return source.store.read(path, offset, length)
-
-    member = read_directory(read, nbytes, where=path).members.get(WEIGHTS)
+    member = zip_of(source, path).members.get(WEIGHTS)
     if member is None:
         raise FormatError(f"no {WEIGHTS} in it", where=path)
     if not member.is_stored:
         raise Unsupported(f"{WEIGHTS} is compressed in its zip", where=path, hint="unpack it, and name the file inside")
-    return payload_offset(read, member, where=path), member.nbytes
+    start = payload_offset(lambda offset, length: source.store.read(path, offset, length), member, where=path)
+    return start, member.nbytes
+
+
+def end_of_file(source: Source, path: str) -> int | None:
+    """Where the superblock says that the file ends, which HDF5's library asks of no file that is longer.
+
+    None for one whose superblock does not begin the file, or is of another version. Source: HDF5 File Format
+    Specification 3.0, II.A.
+    """
+    head = source.head(path, _SUPERBLOCK_NBYTES)
+    at = {0: 24, 1: 28, 2: 12, 3: 12}.get(head[8] if len(head) == _SUPERBLOCK_NBYTES else -1)
+    if at is None or head[:8] != MAGIC:
+        return None
+    width = head[9] if at == 12 else head[13]
+    end = at + 3 * width  # behind the base address and that of free space or of an extension
+    return int.from_bytes(head[end - width : end], "little") if width in (2, 4, 8) else None
+
+
+def zip_of(source: Source, path: str) -> ZipDirectory:
+    """The directory of a ``.keras`` file.
+
+    Raises:
+        FormatError: it is no zip.
+    """
+    nbytes = source.listing.nbytes(path)
+    return read_directory(lambda offset, length: source.store.read(path, offset, length), nbytes, where=path)
 
 
 @contextmanager

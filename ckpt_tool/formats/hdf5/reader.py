@@ -17,11 +17,14 @@ from ckpt_tool.errors import FormatError, NotFound, Unsupported
 from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._npy import dtype_of_numpy
 from ckpt_tool.formats._resolved import ResolvedReader
-from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.hdf5.file import MAGIC, opened, span_of
+from ckpt_tool.formats._zip.member_sums import member_sums
+from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.hdf5.file import MAGIC, end_of_file, opened, span_of, zip_of
 from ckpt_tool.geometry.runs import contiguous_strides_columns
+from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
-from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.manifest.tables import ChunkFlag, FileTable
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["READER", "Hdf5Reader"]
@@ -82,10 +85,24 @@ class Hdf5Reader(ResolvedReader):
             blobs=tuple(building.blobs),
             info={"attributes": building.attributes} if building.attributes else {},
             notes=tuple(building.notes),
+            items=_items(source, path, files),
         )
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
+        """Of a ``.keras`` file those of its members; HDF5 itself records none that are looked at."""
+        del manifest
+        path = _path(source)
+        if source.head(path, 8) != MAGIC:
+            yield from member_sums(source, path, zip_of(source, path), lambda member: None)  # noqa: ARG005
 
 
 READER = Hdf5Reader()
+
+
+def _items(source: Source, path: str, files: FileTable) -> ItemTable | None:
+    """The whole of the file, as far as it says that it goes; None where it does not say."""
+    end = end_of_file(source, path)
+    return None if end is None else ItemTable.of_full(len(files)).with_ranges([FileRange(path, 0, end)], files)
 
 
 def _path(source: Source) -> str:

@@ -9,19 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_file
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
 from ckpt_tool.formats._torch_file.entries import Entry, entries_of
-from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.items import open_item
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Blob, FileRange
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
 
 __all__ = [
-    "COMMON_FILE", "COMMON_OBJECT", "Common", "common_findings", "common_of", "rank_state_note", "read_common",
+    "COMMON_FILE", "COMMON_OBJECT", "Common", "common_checksums", "common_findings", "common_of", "rank_state_note",
+    "read_common",
 ]  # fmt: skip
 
 COMMON_FILE = "common.pt"
@@ -107,6 +109,13 @@ def common_of(file: TorchFile, where: str, leave_out: Sequence[str] = ()) -> Com
     items: list[Entry] = entries.items if root else []
     part = Part(file.path, None, items, file.storages, file.big_endian)
     return Common(where, root, assemble([part], section_of), tuple(entries.int_keyed))
+
+
+def common_checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
+    """What the zip records that the common state is in, where it is in a file of its own."""
+    folder = manifest.info.get("folder")
+    path = f"{folder}/{COMMON_FILE}" if folder else COMMON_FILE
+    return headers.checksums(source, headers.only_zips(source, manifest, [path]))
 
 
 def rank_state_note(root: Mapping[str, Any]) -> Iterator[str]:

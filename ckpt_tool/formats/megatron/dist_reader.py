@@ -16,7 +16,14 @@ from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.rows import Rows
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.megatron import resolve
-from ckpt_tool.formats.megatron.common_state import COMMON_FILE, COMMON_OBJECT, Common, common_findings, read_common
+from ckpt_tool.formats.megatron.common_state import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    Common,
+    common_checksums,
+    common_findings,
+    read_common,
+)
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.dist_tables import Named, named_tables
 from ckpt_tool.formats.megatron.facts import Facts
@@ -99,6 +106,9 @@ class MegatronDistReader:
             mesh=facts.mesh(beside[1]) if beside is not None and has_settings else facts.mesh(),
             info=_info(location, common, facts, found, world_size, sharded_config(inner)),
             notes=tuple(_notes(location, common, found, None if beside is None else beside[1])),
+            items=tables.items.with_chunks(tables.chunks).with_ranges(
+                [blob.where for blob in tables.blobs if blob.where is not None], tables.files
+            ),
         )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
@@ -120,6 +130,7 @@ class MegatronDistReader:
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """CRC-32 of each tensor's storage and of each object's members, as the zips record them."""
         yield from checks.checksums(source, _distcp_only(manifest))
+        yield from common_checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Files that are missing, cut or unknown, items unlike the metadata, and what Megatron would miss."""

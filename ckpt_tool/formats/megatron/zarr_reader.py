@@ -16,10 +16,10 @@ import numpy as np
 
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.errors import FormatError, NotFound, Unsupported
-from ckpt_tool.formats._dcp import objects
+from ckpt_tool.formats._dcp import checks, objects
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.formats.megatron.common_state import COMMON_FILE, common_findings, read_common
+from ckpt_tool.formats.megatron.common_state import COMMON_FILE, common_checksums, common_findings, read_common
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
@@ -159,9 +159,9 @@ class MegatronZarrReader:
         return objects.load_blobs(source, manifest, rows)
 
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
-        """None: zarr 2 records no checksums."""
-        del source, manifest
-        yield from ()
+        """Of the common state and the objects, which are zips; zarr 2 records none."""
+        yield from checks.checksums(source, manifest.replace(chunks=manifest.chunks.take([])))
+        yield from common_checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Chunk files that are missing, and a missing common state."""

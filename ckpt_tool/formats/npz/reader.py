@@ -19,14 +19,8 @@ from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._npy import FIRST_NBYTES, MAX_HEADER_NBYTES, NpyHeader, dtype_of_numpy, header_nbytes, parse_npy
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._resolved import ResolvedReader
-from ckpt_tool.formats._zip.container import container_findings
-from ckpt_tool.formats._zip.directory import (
-    LOCAL_HEADER_NBYTES,
-    ZipDirectory,
-    ZipMember,
-    local_payload_offset,
-    read_directory,
-)
+from ckpt_tool.formats._zip.directory import ZipDirectory, ZipMember, local_payload_offset, read_directory
+from ckpt_tool.formats._zip.member_sums import member_sums
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
@@ -131,22 +125,7 @@ class NpzReader(ResolvedReader):
         """The CRC-32 of each stored member, its header included; compressed ones are checked when they are decoded."""
         del manifest
         path = _path(source)
-        directory = _directory(source, path)
-        members = list(directory.members.values())
-        firsts = [FileRange(path, m.header_offset, _local_nbytes(m)) for m in members]
-        payloads = {
-            member.name: local_payload_offset(data, member, where=path)
-            for member, data in zip(members, _fetch(source, firsts), strict=True)
-        }
-        for member in members:
-            if member.is_stored and member.crc32:
-                fqn = member.name.removesuffix(_MEMBER)
-                yield Checksum(FileRange(path, payloads[member.name], member.nbytes), member.crc32, fqn)
-        yield from container_findings(source, path, directory, payloads, lambda member: member.is_stored)
-
-
-def _local_nbytes(member: ZipMember) -> int:
-    return min(LOCAL_HEADER_NBYTES + len(member.name.encode()), member.next_offset - member.header_offset)
+        return member_sums(source, path, _directory(source, path), lambda member: member.name.removesuffix(_MEMBER))
 
 
 def _path(source: Source) -> str:

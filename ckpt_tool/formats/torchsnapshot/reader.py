@@ -18,15 +18,17 @@ from ckpt_tool.checksum import crc32
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._columns import Columns
+from ckpt_tool.formats._dcp import checks
 from ckpt_tool.formats._dcp.objects import load_blobs
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import open_torch_file
-from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.torchsnapshot.entries import Entry, Metadata, Shard, parse_metadata
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass, field
@@ -79,6 +81,7 @@ class TorchSnapshotReader(ResolvedReader):
             blobs=tuple(building.blobs),
             info=info,
             notes=tuple(building.notes()),
+            items=ItemTable.of_full(len(files)).without_full(files.index[path] for path in building.containers),
         )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
@@ -88,6 +91,14 @@ class TorchSnapshotReader(ResolvedReader):
     def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
         """Objects are torch files of their own: one request each."""
         return load_blobs(source, manifest, rows)
+
+    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
+        """Of objects and of tensors that were saved with torch.save; the raw bytes of others have none."""
+        yield from checks.checksums(source, manifest.replace(chunks=manifest.chunks.take([]), items=None))
+        if manifest.items is not None:
+            rows = np.flatnonzero(~manifest.items.is_full).tolist()
+            paths = [manifest.files.paths[row] for row in rows]
+            yield from headers.checksums(source, headers.only_zips(source, manifest, paths))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Replicas by assumption that differ (all their bytes are read); tensors of which ranks have other shapes."""
@@ -125,6 +136,8 @@ class _Building:
     apart: list[str] = field(default_factory=list)
     unknown_shape: list[str] = field(default_factory=list)
     kept_whole: list[str] = field(default_factory=list)
+    containers: set[str] = field(default_factory=set)
+    """Files of torch.save that hold a tensor."""
 
     def add(self, fqn: str, entries: Sequence[Entry]) -> None:
         """Everything that ranks have under one name.
@@ -229,6 +242,7 @@ class _Building:
         offset, flags = shard.start, 0
         if not shard.is_raw:
             offset, flags = self._in_torch_file(shard, kind)
+            self.containers.add(shard.location)
         elif shard.nbytes not in (nbytes, -1) or (shard.nbytes == -1 and size not in (nbytes, -1)):
             raise FormatError(
                 f"{kind.name}{list(shard.sizes)} takes {nbytes:,} bytes, {shard.location} has "
