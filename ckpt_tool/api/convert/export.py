@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, open_checkpoint
+from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
@@ -43,6 +43,8 @@ from ckpt_tool.storage.apart import check_apart
 __all__ = ["export", "prepare_export"]
 
 _HAS_CONFIG = frozenset({"safetensors"})
+_CONFIG = "config.json"
+_CARRIED = (_CONFIG, "generation_config.json")
 _HOLDS_OBJECTS = frozenset(
     {
         "dcp",
@@ -176,7 +178,11 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     else:
         dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
     tensors = cast_model(manifest.tensors, wanted_dtype(dtype))
+    is_model = to in _HAS_CONFIG and not include and not exclude
     config = {} if by_family is None or to not in _HAS_CONFIG else dict(by_family.config)
+    companions = {_CONFIG: _config_text(config, tensors)} if config else {}
+    if is_model and not config:
+        companions = _carried(checkpoint, tensors)
     return build_conversion(
         checkpoint,
         manifest,
@@ -201,7 +207,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             share,
         ),
         origins=origins_of(before, views) if views and not masters else None,
-        companions={"config.json": _config_text(config, tensors)} if config else {},
+        companions=companions,
     )
 
 
@@ -214,10 +220,29 @@ def _first_bytes(manifest: Manifest) -> dict[str, int]:
     return {names[t]: at for t, at in zip(chunks.tensor[rows].tolist(), chunks.offset[rows].tolist(), strict=True)}
 
 
+def _carried(checkpoint: Checkpoint, tensors: TensorTable) -> dict[str, bytes]:
+    """What says how to run a model of Hugging Face's, as it lies beside it; the config with the type after casts."""
+    source, config = checkpoint.source, checkpoint.manifest.info.get("config")
+    if not isinstance(config, dict) or source.listing.entry is not None or _CONFIG not in source.listing:
+        return {}
+    before = _most_common_type(checkpoint.manifest.tensors)
+    found = {path: source.read_whole(path) for path in _CARRIED if path in source.listing}
+    after = _most_common_type(tensors)
+    if after is not None and before != after:
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        found[_CONFIG] = (json.dumps({**config, key: after}, indent=2) + "\n").encode()
+    return found
+
+
+def _most_common_type(tensors: TensorTable) -> str | None:
+    names = Counter(one.name for one in tensors.dtypes if one.kind == "float")
+    return names.most_common(1)[0][0] if names else None
+
+
 def _config_text(config: Mapping[str, Any], tensors: TensorTable) -> bytes:
     """``config.json`` with the type that most weights have."""
-    names = Counter(one.name for one in tensors.dtypes if one.kind == "float")
-    stated = {"torch_dtype": names.most_common(1)[0][0]} if names else {}
+    most = _most_common_type(tensors)
+    stated = {} if most is None else {"torch_dtype": most}
     return (json.dumps({**config, **stated}, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._companions import read_companions
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
@@ -24,7 +25,6 @@ from ckpt_tool.formats._safetensors.stored import (
 )
 from ckpt_tool.formats._split_names import missing_numbers
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import read_companions
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
@@ -21,7 +22,6 @@ from ckpt_tool.formats._safetensors.stored import (
 )
 from ckpt_tool.formats._split_names import missing_names, split_name
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest

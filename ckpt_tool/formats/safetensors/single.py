@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
@@ -16,7 +17,6 @@ from ckpt_tool.formats._safetensors.stored import (
 )
 from ckpt_tool.formats._split_names import index_names, split_name
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.safetensors.companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats.safetensors.names import RANK_FILE, SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest

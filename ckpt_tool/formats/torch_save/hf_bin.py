@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._split_names import index_names, missing_names, split_name
@@ -59,8 +60,8 @@ class _Contents:
 class HfBinReader(TorchFilesReader):
     """An index of ``.bin`` files.
 
-    Requests: ``read`` makes one for the index and three per file; ``resolve`` one per file and the local headers of the
-    rows asked for.
+    Requests: ``read`` makes one for the index, one for each companion, and three per file; ``resolve`` one per file and
+    the local headers of the rows asked for.
     """
 
     name = "hf-bin"
@@ -107,14 +108,18 @@ class HfBinReader(TorchFilesReader):
         if not found.index.path:
             missing = _missing(found)
             assembly.notes.append(f"no index: the {len(found.files):,} numbered files were taken together")
-        info = {"index": found.index.path or None, **({"missing_files": missing} if missing else {})}
-        return manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
+        companions, notes = read_companions(source)
+        assembly.notes += notes
+        info = {"index": found.index.path or None, **({"missing_files": missing} if missing else {}), **companions}
+        manifest = manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
+        return manifest.replace(notes=(*manifest.notes, *tied_note(info, manifest.tensors.index)))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Everything in which index and files differ, and what single files have wrong."""
         yield from self.check_metadata(source, manifest)
         yield from archive_findings(source, manifest)
         yield from shared_bytes_findings(manifest)
+        yield from config_findings(source, manifest)
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002
         """Everything in which index and files differ; no request behind `read`, else the same ones."""

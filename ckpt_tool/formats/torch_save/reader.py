@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import prod
 
 from ckpt_tool.errors import CkptError, NotFound
+from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_file, zip_directory
 from ckpt_tool.formats._torch_file.assemble import assemble
 from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
@@ -28,6 +29,7 @@ __all__ = ["READER", "TorchSaveReader"]
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 _NUMBERED = re.compile(r"(?:.*/)?[^/]*-\d+-of-(\d+)\.[a-z]+")  # pytorch_model-00001-of-00003.bin
 _MODEL_NAME = "pytorch_model.bin"
+_HF_MODEL = re.compile(r"(?:pytorch_model|adapter_model)(?:-\d+-of-\d+)?\.bin")
 _OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json", ".zarray")
 _MAX_PROBED = 8
 
@@ -36,8 +38,9 @@ class TorchSaveReader(TorchFilesReader):
     """One torch.save file.
 
     Requests: ``read`` makes three (head, directory, ``data.pkl``), a legacy stream three, one more for a directory
-    beyond 64 KiB and for each compressed storage. ``resolve`` makes one for the directory and reads the local headers
-    of the rows asked for, neighbours together; a file of at most 64 KiB has nothing left to resolve.
+    beyond 64 KiB, for each compressed storage, and for each companion of a Hugging Face model. ``resolve`` makes one
+    for the directory and reads the local headers of the rows asked for, neighbours together; a file of at most 64 KiB
+    has nothing left to resolve.
     """
 
     name = "torch-save"
@@ -89,12 +92,24 @@ class TorchSaveReader(TorchFilesReader):
         if numbered is not None and int(numbered[1]) > 1:
             found.notes.append(f"{path} is one of {int(numbered[1]):,} files: open the folder for all of them")
         info = {"container": file.kind}
-        return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
+        if not _is_hf_model(path):
+            return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
+        companions, notes = read_companions(source)
+        found.notes += notes
+        manifest = manifest_of(self.name, source.listing.url, [file], [entries], found, {**info, **companions})
+        return manifest.replace(notes=(*manifest.notes, *tied_note(companions, manifest.tensors.index)))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing checksums, and tensors that share bytes; one request for the directory."""
         yield from archive_findings(source, manifest)
         yield from shared_bytes_findings(manifest)
+        if any(map(_is_hf_model, manifest.files.paths)):
+            yield from config_findings(source, manifest)
+
+
+def _is_hf_model(path: str) -> bool:
+    """Whether a file is called as transformers and PEFT call theirs, whose settings lie beside it."""
+    return _HF_MODEL.fullmatch(path) is not None
 
 
 def _candidates(source: Source) -> list[str]:

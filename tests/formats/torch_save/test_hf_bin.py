@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.convert.export import export
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats.torch_save.hf_bin import READER
 from ckpt_tool.manifest.finding import Severity
@@ -28,7 +32,7 @@ class TestHfBin(ReaderTests):
     reader_import = "ckpt_tool.formats.torch_save.hf_bin:READER"
     cases = (
         Case("hf_pytorch_bin", TORCH / "ckpt", truth_of(TORCH), max_read_requests=10),
-        Case("hf_bin_untied", UNTIED / "ckpt", truth_of(UNTIED), max_read_requests=7),
+        Case("hf_bin_untied", UNTIED / "ckpt", truth_of(UNTIED), max_read_requests=8),
     )
 
 
@@ -68,6 +72,28 @@ def test_contradictions_are_found(files: dict[str, bytes], kind: str | None) -> 
     kinds = {finding.kind for finding in READER.check(source, manifest)}
     assert (kind is None and not kinds) or kind in kinds
     assert "b" in manifest.tensors.fqns
+
+
+@pytest.mark.parametrize("is_one", [False, True])
+def test_the_config_beside_the_files_is_read_and_goes_along(is_one: bool, tmp_path: Path) -> None:
+    """What ``config.json`` says is held against ``.bin`` files as against safetensors, and an export has it too."""
+    files = model({"a": A, "b": B}) if not is_one else {"pytorch_model.bin": saved(a=torch.zeros(2))}
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+    settings = {"config.json": json.dumps(config).encode(), "generation_config.json": b'{"top_k": 7}'}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, data in (files | settings).items():
+        (folder / name).write_bytes(data)
+    report = verify(folder)
+    assert [f.kind for f in report.findings if f.severity is Severity.WARNING] == ["config-dtype"]
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.manifest.info["config"] == config
+    out = tmp_path / "out"
+    export(folder, out, durable=False)
+    assert {path.name: path.read_bytes() for path in out.glob("*.json")} == settings
+    cast = tmp_path / "cast"
+    export(folder, cast, durable=False, dtype="float16")
+    assert json.loads((cast / "config.json").read_text()) == {**config, "torch_dtype": "float16"}
 
 
 def test_a_tensor_in_two_files_is_taken_from_the_one_that_the_index_names() -> None:

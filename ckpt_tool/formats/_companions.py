@@ -162,12 +162,15 @@ def _tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
         return
     metas = [manifest.tensor(name) for name in (embedding, head)]
     says = f"config.json says tie_word_embeddings, but {embedding!r} and {head!r} are both stored"
-    starts = []
-    for name in (embedding, head):
-        rows = manifest.chunks.rows_of(manifest.tensor_id(name))
-        if len(rows) == 1:
-            where = manifest.chunks.record(int(rows[0]), manifest.tensors, manifest.files).where
-            starts.append(source.store.read(where.path, where.offset, min(where.length, _COMPARED_NBYTES)))
+    rows = [manifest.chunks.rows_of(manifest.tensor_id(name)) for name in (embedding, head)]
+    places = [manifest.chunks.record(int(own[0]), manifest.tensors, manifest.files).where for own in rows if len(own)]
+    if len({(where.path, where.offset) for where in places}) == 1:
+        return  # torch.save stores what is tied once
+    starts = [
+        source.store.read(where.path, where.offset, min(where.length, _COMPARED_NBYTES))
+        for own, where in zip(rows, places, strict=False)
+        if len(own) == 1 and where.path in source.listing
+    ]
     if len({(m.dtype, m.shape) for m in metas}) > 1 or len(set(starts)) > 1:
         yield Finding("tied-but-different", Severity.WARNING, f"{says} and differ; loaders keep one of them", fqn=head)
     else:
