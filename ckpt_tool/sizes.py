@@ -6,7 +6,7 @@ import re
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["counted", "format_bytes", "parse_bytes"]
+__all__ = ["counted", "counted_of", "format_bytes", "parse_bytes"]
 
 _UNITS = {
     "": 1, "B": 1,
@@ -15,6 +15,7 @@ _UNITS = {
     "G": 10**9, "GB": 10**9, "GIB": 1 << 30,
     "T": 10**12, "TB": 10**12, "TIB": 1 << 40,
 }  # fmt: skip
+_SINGULAR = {"are": "is", "were": "was", "have": "has", "do": "does"}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -37,22 +38,37 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
-def counted(n: int, noun: str) -> str:
-    """A number with its noun, in the singular for 1.
+def counted(n: int, noun: str, verb: str = "") -> str:
+    """A number with its noun, in the singular for 1, and so is the verb, which is given in the plural.
 
     >>> counted(1, "file"), counted(2000, "box"), counted(3, "entry"), counted(2, "copy of a box")
     ('1 file', '2,000 boxes', '3 entries', '2 copies of a box')
+    >>> counted(1, "tensor", "are"), counted(1, "copy", "carry"), counted(2, "file", "lie")
+    ('1 tensor is', '1 copy carries', '2 files lie')
     """
+    behind = f" {verb}" if verb else ""
     if n == 1:
-        return f"1 {noun}"
+        return f"1 {noun} {_SINGULAR.get(verb) or _with_s(verb)}" if verb else f"1 {noun}"
     word, of, rest = noun.partition(" of ")
+    return f"{n:,} {_with_s(word)}{of}{rest}{behind}"
+
+
+def counted_of(n: int, total: int, noun: str, verb: str) -> str:
+    """So many of all, and the verb, given in the plural, that goes with them.
+
+    >>> counted_of(1, 3, "file", "are"), counted_of(2, 3, "file", "are"), counted_of(1, 1, "file", "lack")
+    ('1 of 3 files is', '2 of 3 files are', '1 of 1 file lacks')
+    """
+    return f"{n:,} of {counted(total, noun)} {(_SINGULAR.get(verb) or _with_s(verb)) if n == 1 else verb}"
+
+
+def _with_s(word: str) -> str:
+    """A noun in the plural; as it happens, a verb in the singular."""
     if word.endswith(("x", "s", "sh", "ch")):
-        plural = f"{word}es"
-    elif word.endswith("y") and word[-2:-1] not in "aeiou":
-        plural = f"{word[:-1]}ies"
-    else:
-        plural = f"{word}s"
-    return f"{n:,} {plural}{of}{rest}"
+        return f"{word}es"
+    if word.endswith("y") and word[-2:-1] not in "aeiou":
+        return f"{word[:-1]}ies"
+    return f"{word}s"
 
 
 def format_bytes(nbytes: int) -> str:

@@ -19,6 +19,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.select import slice_box
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.plan.build import PlanLimits
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing, Store
@@ -170,7 +171,7 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
 
     def __repr__(self) -> str:
         """URL, format and number of tensors."""
-        return f"<Checkpoint {self.url} {self.format}, {len(self):,} tensors>"
+        return f"<Checkpoint {self.url} {self.format}, {counted(len(self), 'tensor')}>"
 
     def reopened(self, store: Store, listing: Listing) -> Checkpoint:
         """The same files, read through ``store``, with all that is known of them by now."""

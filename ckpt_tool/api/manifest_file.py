@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
@@ -105,7 +106,7 @@ def read_manifest(url: str | os.PathLike[str]) -> DigestTable:
             raise FormatError("expected a manifest of digests, which is a file, got a folder", where=where)
         nbytes = listing.sizes[name]
         if nbytes > _MAX_BYTES:
-            raise FormatError(f"expected a manifest of digests, got a file of {nbytes:,} bytes", where=where)
+            raise FormatError(f"expected a manifest of digests, got a file of {counted(nbytes, 'byte')}", where=where)
         return parse_table(store.read(name, 0, nbytes), where=where)
     finally:
         store.close()

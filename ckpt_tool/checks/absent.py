@@ -13,6 +13,7 @@ import numpy as np
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.sizes import counted
 
 __all__ = ["absent_findings", "missing_file_findings"]
 
@@ -46,7 +47,8 @@ def absent_findings(manifest: Manifest) -> Iterator[Finding]:
     yield Finding(
         "absent-weight",
         Severity.ERROR if is_all else Severity.WARNING,
-        f"weight data absent: {len(empty):,} weights have the shape [0], as ZeRO-3 leaves parameters that are not "
+        f"weight data absent: {counted(len(empty), 'weight', 'have')} the shape [0], as ZeRO-3 leaves parameters that "
+        "are not "
         f"gathered before they are saved: {shown}",
         fqn=empty[0],
     )

@@ -21,6 +21,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Store
 
 __all__ = ["ContentScan", "scan_content"]
@@ -132,7 +133,10 @@ class _Pass:
                 )
                 findings.append(Finding("crc-mismatch", Severity.ERROR, said, checksum.fqn, where))
         if n_uncovered:
-            said = f"{n_uncovered:,} parts ({nbytes_uncovered:,} bytes) were saved without a checksum (0 is recorded)"
+            said = (
+                f"{counted(n_uncovered, 'part')} ({counted(nbytes_uncovered, 'byte')}) were saved without a checksum "
+                "(0 is recorded)"
+            )
             findings.append(Finding("crc-not-recorded", Severity.INFO, said))
         findings += self._values(seen.notes)
         zeros = {
@@ -176,7 +180,8 @@ class _Pass:
         where = FileRange(path, int(chunks.offset[scan.row]) + position * width, width)
         numel = int(self._manifest.tensors.numel[chunks.tensor[scan.row]])
         said = (
-            f"{n:,} of {numel:,} elements {'is' if n == 1 else 'are'} {word}, the first at index {list(index)}, byte "
+            f"{n:,} of {counted(numel, 'element')} {'is' if n == 1 else 'are'} {word}, the first at index "
+            f"{list(index)}, byte "
             f"{where.offset:,} of {path}"
         )
         return Finding(kind, severity, said, self._fqn(scan.row), where)

@@ -15,6 +15,7 @@ from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.geometry.cover import coverage, exact_duplicates, overlapping_pairs, volumes_match
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["coverage_findings"]
 
@@ -49,7 +50,10 @@ def coverage_findings(manifest: Manifest) -> Iterator[Finding]:
     if n_replicas:
         doubled = np.unique(tensor[rows[first != np.arange(len(rows))]])
         nbytes = int((chunks.volume[rows] * tensors.bits[tensor[rows]] // 8)[first != np.arange(len(rows))].sum())
-        said = f"{n_replicas:,} boxes of {len(doubled):,} tensors are stored more than once ({nbytes:,} bytes)"
+        said = (
+            f"{counted(n_replicas, 'box')} of {counted(len(doubled), 'tensor')} are stored more than once "
+            f"({counted(nbytes, 'byte')})"
+        )
         yield Finding("replicas", Severity.INFO, said, tensors.fqns[doubled[0]])
 
 
@@ -88,7 +92,7 @@ def _wrong_covers(manifest: Manifest, suspects: BoolArray, distinct: Int64Array)
         for box in found.gaps:
             yield Finding("gap", Severity.ERROR, _gap_text(box, numel, is_all=False), fqn)
         if found.missing_elements > listed:
-            said = f"{found.missing_elements - listed:,} of {numel:,} elements besides lie in no chunk"
+            said = f"{found.missing_elements - listed:,} of {counted(numel, 'element')} besides lie in no chunk"
             yield Finding("gap", Severity.ERROR, said, fqn)
         for left, right in found.overlapping:
             one = chunks.record(int(rows[left]), tensors, manifest.files)
@@ -99,5 +103,5 @@ def _wrong_covers(manifest: Manifest, suspects: BoolArray, distinct: Int64Array)
 
 def _gap_text(box: Box, numel: int, *, is_all: bool) -> str:
     if is_all:
-        return f"no chunk at all holds the tensor ({numel:,} elements)"
-    return f"no chunk holds {box} ({box.volume:,} of {numel:,} elements, {box.volume / numel:.1%})"
+        return f"no chunk at all holds the tensor ({counted(numel, 'element')})"
+    return f"no chunk holds {box} ({box.volume:,} of {counted(numel, 'element')}, {box.volume / numel:.1%})"

@@ -15,6 +15,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["Extents", "chunk_nbytes", "extent_findings", "length_findings", "loss_findings", "measure", "some_names"]
@@ -87,16 +88,19 @@ def extent_findings(manifest: Manifest, listing: Listing, extents: Extents) -> I
         end = _furthest_end(manifest, rows, objects)
         place = FileRange(path, nbytes, max(end - nbytes, 0))
         if nbytes == 0:
-            said = f"{path} is empty, expected at least {end:,} bytes; it should hold {held}: {some_names(names)}"
+            said = (
+                f"{path} is empty, expected at least {counted(end, 'byte')}; it should hold {held}: {some_names(names)}"
+            )
             yield Finding("empty-file", Severity.ERROR, said, names[0], place)
         elif end > nbytes:
             said = (
-                f"{path} has {nbytes:,} bytes, expected at least {end:,} ({end - nbytes:,} missing); cut off are "
+                f"{path} has {counted(nbytes, 'byte')}, expected at least {end:,} ({end - nbytes:,} missing); cut off "
+                "are "
                 f"{held}: {some_names(names)}"
             )
             yield Finding("truncated-file", Severity.ERROR, said, names[0], place)
         else:
-            said = f"{path} has {nbytes:,} bytes, and {held} lie before its start: {some_names(names)}"
+            said = f"{path} has {counted(nbytes, 'byte')}, and {held} lie before its start: {some_names(names)}"
             yield Finding("bad-extent", Severity.ERROR, said, names[0], FileRange(path, 0, nbytes))
 
 
@@ -117,7 +121,7 @@ def loss_findings(manifest: Manifest, extents: Extents) -> Iterator[Finding]:
         record = chunks.record(row, tensors, manifest.files)
         n, numel = int(elements[tensor]), int(tensors.numel[tensor])
         said = (
-            f"{n:,} of {numel:,} elements ({n / max(numel, 1):.1%}) have no bytes left, the first lost box is "
+            f"{n:,} of {counted(numel, 'element')} ({n / max(numel, 1):.1%}) have no bytes left, the first lost box is "
             f"{record.box} in {record.where.path}"
         )
         yield Finding("lost-data", Severity.ERROR, said, record.fqn, record.where)
@@ -149,12 +153,12 @@ def length_findings(manifest: Manifest) -> Iterator[Finding]:
         dtype = manifest.tensors.dtypes[chunks.tensor[row]].name
         at_least = "at least " if is_item[row] else ""
         said = (
-            f"box {record.box} of {dtype} has {record.where.length:,} bytes in {record.where.path}, expected "
+            f"box {record.box} of {dtype} has {counted(record.where.length, 'byte')} in {record.where.path}, expected "
             f"{at_least}{int(needed[row]):,}"
         )
         yield Finding("length-mismatch", Severity.ERROR, said, record.fqn, record.where)
     if len(wrong) > _LENGTHS_SHOWN:
-        said = f"{len(wrong) - _LENGTHS_SHOWN:,} more chunks have a wrong byte length"
+        said = f"{counted(len(wrong) - _LENGTHS_SHOWN, 'more chunk', 'have')} a wrong byte length"
         yield Finding("length-mismatch", Severity.ERROR, said)
 
 

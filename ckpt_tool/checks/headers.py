@@ -16,6 +16,7 @@ from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["finding_of", "is_resolved", "resolve_all", "restricted"]
 
@@ -70,7 +71,7 @@ def resolve_all(reader: Reader, source: Source, manifest: Manifest) -> tuple[Man
             findings.append(Finding(found.kind, found.severity, found.message, record.fqn, where))
             if len(findings) >= _MAX_FAULTS:
                 n_left = sum(map(len, pending))
-                said = f"{n_left:,} more chunks were not looked at after {len(findings):,} bad ones"
+                said = f"{counted(n_left, 'more chunk', 'were')} not looked at after {len(findings):,} bad ones"
                 findings.append(Finding("item-mismatch", Severity.ERROR, said))
                 break
     return manifest.replace(chunks=_merged(chunks, done)), findings

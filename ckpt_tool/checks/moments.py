@@ -13,6 +13,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.sizes import counted
 
 __all__ = ["Family", "families_of", "family_members", "zero_findings"]
 
@@ -69,7 +70,8 @@ def zero_findings(
             flat = int(np.ravel_multi_index(first.box.offsets, shape)) if shape else 0
             numel = int(tensors.numel[tensor])
             said = (
-                f"{n:,} of {numel:,} elements ({n / numel:.0%}) of {state} are exactly zero, from element {flat:,} "
+                f"{n:,} of {counted(numel, 'element')} ({n / numel:.0%}) of {state} are exactly zero, from element "
+                f"{flat:,} "
                 f"(index {list(first.box.offsets)}) on, {reason}"
             )
             severity = Severity.INFO if kind == "zero-rows" else Severity.WARNING

@@ -14,6 +14,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, ParameterKey, optimizer_views
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.sizes import counted
 
 __all__ = ["MOMENTS", "model_names", "optimizer_findings", "step_findings"]
 
@@ -134,7 +135,7 @@ def step_findings(title: str, steps: Mapping[str, float]) -> Iterator[Finding]:
     if len(groups) < 2:
         return
     parts = [f"{step:g} ({len(names):,}: {some_names(names, 2)})" for step, names in sorted(groups.items())[:8]]
-    more = f" and {len(groups) - 8:,} more steps" if len(groups) > 8 else ""
+    more = f" and {counted(len(groups) - 8, 'more step')}" if len(groups) > 8 else ""
     said = f"parameters of {title} are at different steps: {'; '.join(parts)}{more}"
     rarest = min(groups.values(), key=len)
     yield Finding("mixed-steps", Severity.WARNING, said, rarest[0])

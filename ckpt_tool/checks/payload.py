@@ -25,6 +25,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import FileTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted_of
 from ckpt_tool.storage.store import Store
 
 __all__ = ["Payload", "check_content", "check_headers", "check_metadata"]
@@ -159,7 +160,8 @@ def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Fi
     bare = used - _covered(parts, checksums)
     if bare:
         said = (
-            f"not covered: {len(bare):,} of {len(used):,} files record no checksum, so flipped bits in them go unseen"
+            f"not covered: {counted_of(len(bare), len(used), 'file', 'record')} no checksum, so flipped bits in them "
+            "go unseen"
         )
         yield Finding("not-covered", Severity.INFO, said)
 

@@ -20,6 +20,7 @@ from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.manifest.vocabulary import embedding_and_head
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Store
 
 __all__ = ["Samples", "repeat_findings", "sample_step", "sampled_chunks", "take_samples"]
@@ -118,7 +119,7 @@ def repeat_findings(
         first, second = (_index(manifest, row, at) for row, at in _ends(suspect))
         other = int(manifest.chunks.tensor[suspect.other])
         said = (
-            f"at least {nbytes:,} bytes from index {first} on stand a second time, from index {second} "
+            f"at least {counted(nbytes, 'byte')} from index {first} on stand a second time, from index {second} "
             f"{'on' if other == tensor else f'of {names[other]!r} on'} (bytes {here.offset:,} of {here.path} and "
             f"{there.offset:,} of {there.path})"
         )

@@ -14,6 +14,7 @@ from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.sizes import counted
 
 __all__ = ["sharing_findings"]
 
@@ -69,11 +70,12 @@ def _judge(manifest: Manifest, left: int, right: int, *, is_item: bool) -> Findi
     if is_same_range and is_item:  # one container item may hold several tensors
         return None
     if one.fqn != other.fqn and is_same_range:
-        said = f"{other.fqn!r} shares all its {other.where.length:,} bytes with {one.fqn!r}"
+        said = f"{other.fqn!r} shares all its {counted(other.where.length, 'byte')} with {one.fqn!r}"
         return Finding("tied-tensors", Severity.INFO, said, other.fqn, other.where)
     common = min(one.where.end, other.where.end) - other.where.offset
     said = (
-        f"{other.fqn!r} {other.box} and {one.fqn!r} {one.box} share {common:,} bytes from byte {other.where.offset:,}"
+        f"{other.fqn!r} {other.box} and {one.fqn!r} {one.box} share {counted(common, 'byte')} from byte "
+        f"{other.where.offset:,}"
     )
     if is_item or one.fqn == other.fqn:
         said += ", expected none"

@@ -35,7 +35,7 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
         nbytes = listing.sizes[path]
         place = FileRange(path, 0, nbytes)
         if path.endswith(_UNFINISHED_SUFFIXES):
-            said = f"{path} ({nbytes:,} bytes) is what an interrupted save or download leaves"
+            said = f"{path} ({counted(nbytes, 'byte')}) is what an interrupted save or download leaves"
             yield Finding("unfinished-file", Severity.WARNING, said, where=place)
         elif (_folder(path), _suffix(path)) not in kinds:
             continue  # told together below, or a companion
@@ -43,7 +43,9 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
             said = f"{path} is empty and nothing refers to it: its writer had nothing to save, or what it saved is lost"
             yield Finding("empty-file", Severity.WARNING, said, where=place)
         else:
-            said = f"{path} ({nbytes:,} bytes) looks like one of the checkpoint's files, but nothing refers to it"
+            said = (
+                f"{path} ({counted(nbytes, 'byte')}) looks like one of the checkpoint's files, but nothing refers to it"
+            )
             yield Finding("stray-file", Severity.WARNING, said, where=place)
     others = other_files(manifest, listing)
     if others:

@@ -101,9 +101,9 @@ def _told(
     for row, start, stop in zip(files[:_SHOWN].tolist(), begin[:_SHOWN].tolist(), end[:_SHOWN].tolist(), strict=True):
         path, n = manifest.files.paths[row], counted(stop - start, "byte")
         if stop == nbytes[row]:
-            said = f"{path} goes on for {n} behind its last item, which ends at byte {start:,}: nothing refers to them"
+            said = f"{path} goes on for {n} behind its last item, which ends at byte {start:,}: nothing refers there"
         else:
-            said = f"{n} of {path} from byte {start:,} on belong to no item: nothing refers to them"
+            said = f"no item holds {n} of {path} from byte {start:,} on, and nothing refers there"
         yield Finding("unowned-bytes", Severity.WARNING, said, where=FileRange(path, start, stop - start))
     if len(files) > _SHOWN:
         left = int((end[_SHOWN:] - begin[_SHOWN:]).sum())

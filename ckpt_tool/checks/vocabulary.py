@@ -19,6 +19,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest, TensorMeta
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.manifest.vocabulary import embedding_and_head, padded_size, recorded_size
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = ["BoxReader", "padding_findings", "tied_findings"]
@@ -67,10 +68,10 @@ def tied_findings(
     said = f"{says}, but {embedding!r} and {head!r} are both stored"
     nbytes = 2 * one.dtype.nbytes(prod(one.shape))
     if not found:
-        equal = f"{said}; all their {nbytes // 2:,} bytes are equal"
+        equal = f"{said}; all their {counted(nbytes // 2, 'byte', 'are')} equal"
         return [Finding("tied-stored-twice", Severity.INFO, equal, head)], nbytes
     said += (
-        f" and differ in {sum(n for n, _ in found):,} of {prod(one.shape):,} elements, first at index "
+        f" and differ in {sum(n for n, _ in found):,} of {counted(prod(one.shape), 'element')}, first at index "
         f"{list(found[0][1])}; loaders keep one of them"
     )
     return [Finding("tied-but-different", Severity.WARNING, said, head)], nbytes
@@ -107,8 +108,8 @@ def _judge_padding(meta: TensorMeta, start: int, said: str, read: BoxReader, sla
     for slab in _slabs(meta, start, slab_bytes):
         is_set = _any_along_last(_elements(read(meta.fqn, slab), meta.dtype.bits // 8))
         rows.append(_any_along_last(is_set.reshape(slab.sizes[0], -1)))
-        counted = _counted(is_set, slab)
-        found += [] if counted is None else [counted]
+        in_slab = _counted(is_set, slab)
+        found += [] if in_slab is None else [in_slab]
     if not found:
         return None
     is_used = np.concatenate(rows)
@@ -116,7 +117,7 @@ def _judge_padding(meta: TensorMeta, start: int, said: str, read: BoxReader, sla
     n_found, first = sum(n for n, _ in found), list(found[0][1])
     text = (
         f"rows {start:,} to {meta.shape[0]:,} of {meta.fqn!r} are padding ({said}), but {n_found:,} of their elements, "
-        f"in {int(is_used.sum()):,} rows, are not zero, the first at index {first}: "
+        f"in {counted(int(is_used.sum()), 'row')}, are not zero, the first at index {first}: "
     )
     if is_used[: last + 1].all():
         text += "no token uses them, and frameworks that initialise padding like other rows leave such values"

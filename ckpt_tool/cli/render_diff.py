@@ -243,7 +243,7 @@ def _verdict(report: DiffReport) -> str:
     ]
     accepted = sum(tensor.is_accepted for tensor in report.tensors)
     if accepted:
-        parts.append(f"{accepted:,} casts allowed")
+        parts.append(f"{counted(accepted, 'cast')} allowed")
     objects = sum(each.status != "same" for each in report.objects)
     if objects:
         parts.append(counted(objects, "other object"))

@@ -58,7 +58,7 @@ def _group(report: VerifyReport, group: FindingGroup, width: int, limit: int | N
         where = [counted(group.n_tensors, "tensor")] if group.n_tensors else []
         where += [f"{path} ({n:,})" if n > 1 else path for path, n in group.files[:_FILES_SHOWN]]
         if len(group.files) > _FILES_SHOWN:
-            where.append(f"{len(group.files) - _FILES_SHOWN:,} more files")
+            where.append(f"{counted(len(group.files) - _FILES_SHOWN, 'more file')}")
         head = line(head, Span(f" x{group.count:,}", "yellow"), "  ")
         lines = wrap(", ".join(where), width, head, "    ")
     else:

@@ -75,7 +75,7 @@ def _totals(found: Inspection, width: int) -> list[Line]:
     n_fitting = max((width - _WIDTH_OF_SECTIONS) // _WIDTH_OF_DTYPE, 1)
     n_shown = len(dtypes) if len(dtypes) <= n_fitting else n_fitting - 1
     column_of = {dtype: min(at, n_shown) for at, dtype in enumerate(dtypes)}
-    heads = dtypes[:n_shown] + ([f"{len(dtypes) - n_shown} more types"] if n_shown < len(dtypes) else [])
+    heads = dtypes[:n_shown] + ([f"{counted(len(dtypes) - n_shown, 'more type')}"] if n_shown < len(dtypes) else [])
     sections = list(dict.fromkeys(row.section for row in found.totals))
     table: list[list[Cell]] = [[Span(head, "bold") for head in ("section", "tensors", *heads, "all")]]
     for section in sections:

@@ -251,7 +251,7 @@ def _listing(stored: Sequence[_Stored], width: int, limit: int | None) -> list[L
                 f"{box.copies[0].length:,}",
                 box.ranks or Span("-", "dim"),
                 ", ".join(files[:_FILES_SHOWN]) + more,
-                Span(f"{len(box.copies)} copies", "yellow") if len(box.copies) > 1 else "",
+                Span(f"{counted(len(box.copies), 'copy')}", "yellow") if len(box.copies) > 1 else "",
             ]
         )
     rest = len(stored) - len(shown)

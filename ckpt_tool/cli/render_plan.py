@@ -33,7 +33,7 @@ def plan_lines(conversion: Conversion, *, width: int) -> list[Line]:
     stats = conversion.plan.stats
     source, target = conversion.plan.source, conversion.plan.target
     factor = stats.read_nbytes / stats.needed_nbytes if stats.needed_nbytes else 1.0
-    size = f"{format_bytes(stats.target_nbytes)} ({stats.target_nbytes:,} bytes)"
+    size = f"{format_bytes(stats.target_nbytes)} ({counted(stats.target_nbytes, 'byte')})"
     facts = [
         ("from", f"{source.format}, {counted(stats.n_tensors, 'tensor')} in {counted(stats.n_source_files, 'file')}"),
         (

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt_tool.sizes import counted
+
 __all__ = ["array_text", "object_text"]
 
 _ELEMENTS_SHOWN = 2000
@@ -36,7 +38,7 @@ def object_text(value: Any, *, width: int) -> str:
         return text
     if not isinstance(value, Mapping | list | tuple | set):
         return text[: width - 1] + "…"
-    end = f"… {len(value):,} items{_closing(value)}"
+    end = f"… {counted(len(value), 'item')}{_closing(value)}"
     kept, comma, _ = text[: max(width - len(end), 1)].rpartition(", ")
     return f"{kept}{comma}{end}" if comma else f"{text[0]}{end}"
 
@@ -60,7 +62,7 @@ def _pieces(value: Any, budget: int, depth: int) -> Iterator[str]:
     elif isinstance(value, str):
         yield repr(value[: budget + 1])
     elif isinstance(value, bytes):
-        yield f"<{len(value):,} bytes>"
+        yield f"<{counted(len(value), 'byte')}>"
     elif hasattr(value, "dtype") and hasattr(value, "ndim"):
         yield f"<array {value.dtype} {list(value.shape)}>" if value.ndim else str(value)
     else:

@@ -18,6 +18,7 @@ from ckpt_tool.compare.tiles import ComparedPair, common_box
 from ckpt_tool.dtypes import DType, dtype
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Reason", "explain", "is_cast"]
 
@@ -134,7 +135,7 @@ def _guesses(
         yield Reason("transposed", "B is A transposed"), confirmer.transposed(a, b)
     shift = _shift(*probe.heads) or _row_shift(probe)
     if shift:
-        where = f"B holds A {abs(shift):,} elements {'later' if shift > 0 else 'earlier'}"
+        where = f"B holds A {counted(abs(shift), 'element')} {'later' if shift > 0 else 'earlier'}"
         yield Reason("shifted", where), confirmer.shifted(a, b, shift)
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["RowOrder", "find_order", "known_order"]
 
@@ -85,9 +86,11 @@ def _axes_swapped(rows: Int64Array) -> RowOrder | None:
     swapped = np.arange(n).reshape(outer, a, b, inner).swapaxes(1, 2).reshape(-1)
     if inner == 1 and 2 in {a, b}:
         said = "interleaved pairs, A's halves" if a == 2 else "halves, A's interleaved pairs"
-        return RowOrder(swapped, "rotary-order", f"rotary rows: B's heads of {a * b:,} rows are {said}")
-    groups = f" in each of {outer:,} groups" if outer > 1 else ""
-    text = f"blocks of {inner:,} rows{groups}: [{a}, {b}] in A, [{b}, {a}] in B, as fused parts in rank order are"
+        return RowOrder(swapped, "rotary-order", f"rotary rows: B's heads of {counted(a * b, 'row')} are {said}")
+    groups = f" in each of {counted(outer, 'group')}" if outer > 1 else ""
+    text = (
+        f"blocks of {counted(inner, 'row')}{groups}: [{a}, {b}] in A, [{b}, {a}] in B, as fused parts in rank order are"
+    )
     return RowOrder(swapped, "rank-order", text)
 
 
@@ -96,13 +99,15 @@ def _fused(rows: Int64Array) -> RowOrder | None:
     grouped = _grouped(rows)
     if grouped is not None:
         order, groups, q, kv = grouped
-        text = f"fused qkv: A holds q, k, v whole, B {groups:,} groups of {q:,} + {kv:,} + {kv:,} rows"
+        text = (
+            f"fused qkv: A holds q, k, v whole, B {counted(groups, 'group')} of {q:,} + {kv:,} + {counted(kv, 'row')}"
+        )
         return RowOrder(order, "fused-qkv-order", text)
     inverse = _grouped(np.argsort(rows))
     if inverse is None:
         return None
     order, groups, q, kv = inverse
-    text = f"fused qkv: B holds q, k, v whole, A {groups:,} groups of {q:,} + {kv:,} + {kv:,} rows"
+    text = f"fused qkv: B holds q, k, v whole, A {counted(groups, 'group')} of {q:,} + {kv:,} + {counted(kv, 'row')}"
     return RowOrder(np.argsort(order), "fused-qkv-order", text)
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ckpt_tool.engine.distributed_roll_call import RollCall
 from ckpt_tool.errors import CkptError, StorageError, UsageError
+from ckpt_tool.sizes import counted
 
 __all__ = ["Group"]
 
@@ -237,7 +238,7 @@ def _rebuilt(text: str, rank: int, size: int, n_others: int) -> CkptError:
     """The error that ``_described`` told of, with the rank in front of its message."""
     fields = json.loads(text)
     kind = _KINDS.get(fields["kind"])
-    others = f" ({n_others:,} other ranks failed as well)" if n_others else ""
+    others = f" ({counted(n_others, 'other rank')} failed as well)" if n_others else ""
     name = "" if kind else f"{fields['kind']}: "
     message = f"rank {rank} of {size}: {name}{fields['message']}{others}"
     return (kind or CkptError)(message, where=fields.get("where"), hint=fields.get("hint"))

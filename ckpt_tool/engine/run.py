@@ -27,7 +27,7 @@ from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.layout.origins import Origins
 from ckpt_tool.plan.model import Plan
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.local_target import LocalTarget
 from ckpt_tool.storage.store import Store
@@ -179,7 +179,7 @@ def _check_space(plan: Plan, target: Target, shared_nbytes: int) -> None:
     free, needed = target.free_bytes(), plan.stats.target_nbytes - shared_nbytes
     if free is not None and not target.is_resumed and needed > free:
         raise StorageError(
-            f"needs {format_bytes(needed)}, {format_bytes(free)} are free ({needed:,} and {free:,} bytes)",
+            f"needs {format_bytes(needed)}, {format_bytes(free)} are free ({needed:,} and {counted(free, 'byte')})",
             where=target.url,
         )
 

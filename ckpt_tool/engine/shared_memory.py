@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.errors import StorageError
+from ckpt_tool.sizes import counted
 
 __all__ = ["Segment", "has_ended", "host_key"]
 
@@ -40,7 +41,7 @@ class Segment:
         """
         available = _available_bytes()
         if nbytes > available:  # nobody says no to an anonymous file: the system would end processes instead
-            raise StorageError(f"no shared memory of {nbytes:,} bytes: {available:,} are available")
+            raise StorageError(f"no shared memory of {counted(nbytes, 'byte')}: {available:,} are available")
         try:
             fd = os.memfd_create("ckpt-tool", os.MFD_CLOEXEC)
             try:
@@ -50,7 +51,7 @@ class Segment:
                 os.close(fd)
                 raise
         except OSError as error:
-            raise StorageError(f"no shared memory of {nbytes:,} bytes: {error.strerror or error}") from error
+            raise StorageError(f"no shared memory of {counted(nbytes, 'byte')}: {error.strerror or error}") from error
 
     @classmethod
     def holding(cls, parts: Sequence[bytes | memoryview | npt.NDArray[np.uint8]]) -> Segment:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt_tool.formats._config_checks import model_findings
 from ckpt_tool.formats.base import Source
-from ckpt_tool.formats.safetensors.config_checks import model_findings
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.vocabulary import embedding_and_head
+from ckpt_tool.sizes import counted
 
 __all__ = ["config_findings", "read_companions", "tied_note"]
 
@@ -92,7 +93,7 @@ def _read_json(source: Source, path: str, notes: list[str]) -> dict[str, Any] | 
     if path not in source.listing:
         return None
     if source.listing.nbytes(path) > _MAX_NBYTES:
-        notes.append(f"{path} was left out: {source.listing.nbytes(path):,} bytes are no settings file")
+        notes.append(f"{path} was left out: {counted(source.listing.nbytes(path), 'byte', 'are')} no settings file")
         return None
     try:
         found = json.loads(source.read_whole(path))
@@ -147,7 +148,8 @@ def _dtype_findings(manifest: Manifest) -> Iterator[Finding]:
         return
     share = nbytes[most] / sum(nbytes.values())
     said = (
-        f"config.json says {stated}, but {share:.0%} of the weights' bytes are {most} ({count[most]:,} tensors): what "
+        f"config.json says {stated}, but {share:.0%} of the weights' bytes are {most} "
+        f"({counted(count[most], 'tensor')}): what "
         "trusts it casts them when it loads"
     )
     yield Finding("config-dtype", Severity.WARNING, said)
@@ -177,6 +179,6 @@ def _tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
         yield Finding(
             "tied-stored-twice",
             Severity.INFO,
-            f"{says}; their first {len(starts[0]) if starts else 0:,} bytes are equal",
+            f"{says}; their first {counted(len(starts[0]) if starts else 0, 'byte', 'are')} equal",
             fqn=head,
         )

@@ -9,6 +9,7 @@ import re
 
 from ckpt_tool.formats._pickle.legacy import is_legacy
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["HEAD_NBYTES", "Content", "content_of", "is_stand_in", "what_is"]
 
@@ -105,7 +106,7 @@ def _text(head: bytes) -> Content | None:
     """Kinds of text."""
     if _LFS.match(head):
         size = _LFS_SIZE.search(head)
-        of = f", of a file of {int(size[1]):,} bytes" if size else ""
+        of = f", of a file of {counted(int(size[1]), 'byte')}" if size else ""
         return Content("a git-LFS pointer", f'the pointer alone was cloned{of}: run "git lfs pull" in the repository')
     if _HTML.match(head):
         return Content("an HTML page", _DOWNLOAD)

@@ -158,7 +158,8 @@ def _missing_files(index: Index, held: Held, sizes: Mapping[str, int], strays: C
     for path, fqns in by_file.items():
         lost = [fqn for fqn in fqns if fqn not in elsewhere]
         outside = " (a path out of this folder, which is not followed)" if path.startswith(("/", "..")) else ""
-        held_by = f"{len(lost):,} of its {len(fqns):,} tensors are in no other file: {_some(lost)}"
+        verb = "is" if len(lost) == 1 else "are"
+        held_by = f"{len(lost):,} of its {counted(len(fqns), 'tensor')} {verb} in no other file: {_some(lost)}"
         yield Finding(
             "missing-file",
             Severity.ERROR,

@@ -16,6 +16,7 @@ import numpy as np
 from ckpt_tool.dtypes import DTYPES, DType, opaque
 from ckpt_tool.errors import FormatError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "FIRST_NBYTES",
@@ -83,7 +84,7 @@ def header_nbytes(head: bytes, *, where: str) -> int:
     length = struct.unpack_from("<I" if wide else "<H", head, 8)[0]
     total = int(length) + (12 if wide else 10)
     if total > MAX_HEADER_NBYTES:
-        raise FormatError(f"a header of {total:,} bytes, expected at most {MAX_HEADER_NBYTES:,}", where=where)
+        raise FormatError(f"a header of {counted(total, 'byte')}, expected at most {MAX_HEADER_NBYTES:,}", where=where)
     return total
 
 
@@ -96,7 +97,7 @@ def parse_npy(head: bytes, *, where: str) -> NpyHeader:
     nbytes = header_nbytes(head[:FIRST_NBYTES], where=where)
     start = 12 if head[6] > 1 else 10
     if len(head) < nbytes:
-        raise FormatError(f"the header has {nbytes:,} bytes, only {len(head):,} are here", where=where)
+        raise FormatError(f"the header has {counted(nbytes, 'byte')}, only {len(head):,} are here", where=where)
     try:
         found = ast.literal_eval(head[start:nbytes].decode("utf-8" if head[6] == 3 else "latin-1").strip())
         descr, shape, is_fortran = found["descr"], found["shape"], found["fortran_order"]

@@ -7,6 +7,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["whole_rows"]
 
@@ -34,8 +35,9 @@ def whole_rows(request: WriteRequest, what: str) -> IntArray:
     if len(wrong):
         fqn = tensors.fqns[int(wrong[0])]
         raise LayoutError(
-            f"expected one whole box of each tensor, but {len(wrong):,} tensors are cut, repeated or absent; "
-            f"{fqn!r} has {int(counts[wrong[0]]):,} boxes",
+            f"expected one whole box of each tensor, but {counted(len(wrong), 'tensor', 'are')} cut, repeated or "
+            "absent; "
+            f"{fqn!r} has {counted(int(counts[wrong[0]]), 'box')}",
             hint=f"{what} holds whole tensors: choose --to dcp, rank-files or torch-ranks for a sharded layout",
         )
     rows[tensors.numel == 0] = -1

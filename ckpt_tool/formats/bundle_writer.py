@@ -22,6 +22,7 @@ from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, optimizer_views
 from ckpt_tool.manifest.tables import SECTIONS, ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "VeScaleWriter"]
 
@@ -133,7 +134,7 @@ def _parts(request: WriteRequest) -> list[_Part]:
     strangers = [fqn for fqn, own in zip(tensors.fqns, is_model, strict=True) if not own and fqn not in states]
     if strangers:
         raise Unsupported(
-            f"veScale holds a model and its optimizer, and {len(strangers):,} tensors are of neither: "
+            f"veScale holds a model and its optimizer, and {counted(len(strangers), 'tensor', 'are')} of neither: "
             f"{', '.join(strangers[:_SHOWN])}",
             hint="leave them out with --exclude",
         )
@@ -204,7 +205,9 @@ def _notes(lost: Sequence[str]) -> tuple[str, ...]:
     if not lost:
         return ()
     shown = ", ".join(lost[:_SHOWN]) + (" ..." if len(lost) > _SHOWN else "")
-    return (f"{len(lost):,} objects are left out, for veScale's checkpoints have no place for them: {shown}",)
+    return (
+        f"{counted(len(lost), 'object', 'are')} left out, for veScale's checkpoints have no place for them: {shown}",
+    )
 
 
 def _below(folder: str, segment: Segment) -> Segment:

@@ -15,6 +15,7 @@ import torch
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.flat import flat_boxes
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "factory_result",
@@ -77,7 +78,7 @@ def parts_of(value: Any) -> list[tuple[Box, torch.Tensor]]:
             raise LayoutError(f"expected a tensor of {list(local_shape)}, got {list(data.shape)}", where=value.key)
         return [(Box(offset, (*[1] * lead, *local_shape)), data[(None,) * lead])]
     if data.numel() != held.stop - held.start:
-        expected = f"expected {held.stop - held.start:,} elements of a flat range, got {data.numel():,}"
+        expected = f"expected {counted(held.stop - held.start, 'element')} of a flat range, got {data.numel():,}"
         raise LayoutError(expected, where=value.key)
     parts, at, flat = [], 0, data.reshape(-1) if data.is_contiguous() else data.view(-1)
     for box in flat_boxes(held.start, held.stop, local_shape):

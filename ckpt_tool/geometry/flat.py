@@ -13,6 +13,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import BoolArray, Int64Array, boxes_from_columns
+from ckpt_tool.sizes import counted
 
 __all__ = ["flat_boxes", "flat_boxes_columns"]
 
@@ -96,5 +97,5 @@ def _check_ranges(starts: Int64Array, stops: Int64Array, shape: Int64Array) -> N
         sizes = tuple(shape[row].tolist())
         raise LayoutError(
             f"flat range {int(starts[row]):,}:{int(stops[row]):,} does not lie in a tensor of shape {sizes} "
-            f"with {prod(sizes):,} elements"
+            f"with {counted(prod(sizes), 'element')}"
         )

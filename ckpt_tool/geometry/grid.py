@@ -16,6 +16,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "Interval",
@@ -59,7 +60,8 @@ def even_bounds(length: int, parts: int) -> Int64Array:
     _check_parts(length, parts)
     if length % parts:
         raise LayoutError(
-            f"a dimension of {length:,} does not divide into {parts:,} equal parts, {length % parts:,} left over"
+            f"a dimension of {length:,} does not divide into {counted(parts, 'equal part')}, {length % parts:,} left "
+            "over"
         )
     return np.arange(parts + 1, dtype=np.int64) * (length // parts)
 
@@ -174,7 +176,8 @@ def placement_intervals(
     """
     if not len(axis_sizes) == len(coord) == len(placements):
         raise LayoutError(
-            f"mesh of {len(axis_sizes)} axes, coordinate of {len(coord)} and {len(placements)} placements do not match"
+            f"mesh of {len(axis_sizes)} axes, coordinate of {len(coord)} and "
+            f"{counted(len(placements), 'placement', 'do')} not match"
         )
     intervals: list[list[Interval]] = [[(0, length)] if length else [] for length in shape]
     for parts, part, placement in zip(axis_sizes, coord, placements, strict=True):
@@ -217,7 +220,7 @@ def interval_boxes(intervals: Sequence[Sequence[Interval]]) -> list[tuple[Box, B
 
 def _check_parts(length: int, parts: int) -> None:
     if parts < 1 or length < 0:
-        raise LayoutError(f"cannot cut a dimension of {length:,} into {parts:,} parts")
+        raise LayoutError(f"cannot cut a dimension of {length:,} into {counted(parts, 'part')}")
 
 
 def _check_dim(dim: int, ndim: int) -> None:

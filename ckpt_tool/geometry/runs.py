@@ -14,6 +14,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["ByteRuns", "byte_runs", "contiguous_strides", "contiguous_strides_columns", "merge_runs"]
 
@@ -117,8 +118,9 @@ def _whole_bytes(elements: int, bits: int, box: Box) -> int:
     nbytes, rest = divmod(elements * bits, 8)
     if rest:
         raise LayoutError(
-            f"box {box} of {bits}-bit elements has a run that does not lie on whole bytes: {elements:,} elements "
-            f"are {elements * bits:,} bits",
+            f"box {box} of {bits}-bit elements has a run that does not lie on whole bytes: "
+            f"{counted(elements, 'element')} "
+            f"are {counted(elements * bits, 'bit')}",
             hint="cut such tensors where their innermost sizes fill whole bytes",
         )
     return nbytes

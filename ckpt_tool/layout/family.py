@@ -14,6 +14,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.layout.rules import RuleSet, load_rules, typical_names
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Detection", "builtin_families", "detect_family"]
 
@@ -78,7 +79,8 @@ def detect_family(fqns: Iterable[str]) -> Detection:
     typical = ", ".join(pattern.pattern for pattern in family.detect)
     evidence = [f"{name}: {typical} occur, rules cover {covered} of {len(distinct)} kinds of names"]
     evidence += [
-        f"{other} covers as much; {name} is kept, it asks for {n_typical} typical names, {other} for {n_other}"
+        f"{other} covers as much; {name} is kept, it asks for {counted(n_typical, 'typical name')}, {other} for "
+        f"{n_other}"
         for n_covered, n_other, other, _ in ranked[1:]
         if n_covered == covered
     ]

@@ -13,6 +13,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Mesh", "default_mesh", "parse_mesh"]
 
@@ -33,7 +34,9 @@ class Mesh:
     def __post_init__(self) -> None:
         """Check that names are unique and sizes positive."""
         if len(self.axes) != len(self.sizes):
-            raise LayoutError(f"mesh has {len(self.axes)} axes {self.axes} and {len(self.sizes)} sizes {self.sizes}")
+            raise LayoutError(
+                f"mesh has {len(self.axes)} axes {self.axes} and {counted(len(self.sizes), 'size')} {self.sizes}"
+            )
         if len(set(self.axes)) != len(self.axes):
             raise LayoutError(f"mesh names an axis twice: {', '.join(self.axes)}")
         if any(size < 1 for size in self.sizes):

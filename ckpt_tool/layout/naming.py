@@ -18,6 +18,7 @@ from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
 from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, check_counted, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Renaming", "natural", "rename"]
 
@@ -122,15 +123,15 @@ class _Applied:
         if rule.drop:
             self.dropped.append((fqn, rule.drop))
             return
-        counted = rule.missing_counts(matched.groups)
-        if len(counted) > len(shape):
-            raise LayoutError(f"shape {list(shape)} does not count {' and '.join(counted)}", where=fqn)
-        lead, inner = shape[: len(counted)], shape[len(counted) :]
+        axes = rule.missing_counts(matched.groups)
+        if len(axes) > len(shape):
+            raise LayoutError(f"shape {list(shape)} does not count {' and '.join(axes)}", where=fqn)
+        lead, inner = shape[: len(axes)], shape[len(axes) :]
         check_counted(rule.counts, inner, self._facts, fqn)
         pieces = list(self._pieces(matched, inner))
         volume = 0
         for index in product(*(range(size) for size in lead)):
-            groups = {**matched.groups, **{name: str(at) for name, at in zip(counted, index, strict=True)}}
+            groups = {**matched.groups, **{name: str(at) for name, at in zip(axes, index, strict=True)}}
             self._count(rule, groups)
             if rule.is_behind:
                 groups["layer"] = str(self.n_layers + int(groups["behind"] or 0))
@@ -149,7 +150,7 @@ class _Applied:
             if n_padding:
                 self.dropped.append((f"{fqn}[{kept}:{inner[0]}]", f"padding: {self._facts[rule.rows].evidence}"))
         if volume + n_padding != prod(shape):
-            raise LayoutError(f"{volume + n_padding:,} of {prod(shape):,} elements would be kept", where=fqn)
+            raise LayoutError(f"{volume + n_padding:,} of {counted(prod(shape), 'element')} would be kept", where=fqn)
 
     def check_counts(self) -> None:
         """Whether layers and experts are all there.
@@ -167,9 +168,9 @@ class _Applied:
         if found and found != set(range(n)):
             absent, extra = sorted(set(range(n)) - found), sorted(found - set(range(n)))
             said = "" if stated is None else f" ({stated.evidence} says {n:,})"
-            wrong = f"are missing: {_some(absent)}" if absent else f"are too many: {_some(extra)}"
+            wrong = f"missing: {_some(absent)}" if absent else f"too many: {_some(extra)}"
             raise LayoutError(
-                f"{len(absent or extra):,} {what} {wrong}{said}",
+                f"{counted(len(absent or extra), what.removesuffix('s'), 'are')} {wrong}{said}",
                 where=where,
                 hint='"ckpt verify" tells what is there; --include exports a part',
             )
@@ -202,7 +203,8 @@ class _Applied:
         n_rows = self._n_rows(rule, inner)
         if n_rows > inner[0]:
             raise LayoutError(
-                f"has {inner[0]:,} rows, fewer than {rule.rows} = {n_rows:,} ({self._facts[rule.rows].evidence})",
+                f"has {counted(inner[0], 'row')}, fewer than {rule.rows} = {n_rows:,} "
+                f"({self._facts[rule.rows].evidence})",
                 where=fqn,
             )
         axes, rest = tuple(range(len(inner))), inner[1:]
@@ -220,7 +222,7 @@ class _Applied:
         for piece in pieces_of(weights, unit, n_groups):
             rows = piece.rows // n_cuts
             if piece.rows % n_cuts:
-                raise LayoutError(f"{piece.rows:,} rows of a group are no pairs", where=fqn)
+                raise LayoutError(f"{counted(piece.rows, 'row of a group', 'are')} no pairs", where=fqn)
             boxes[piece.part] += [
                 Part(
                     fqn,
@@ -240,7 +242,8 @@ class _Applied:
         unit, rest = divmod(inner[0], n_groups * sum(weights))
         if rest or not unit:
             raise LayoutError(
-                f"{inner[0]:,} rows are not {n_groups:,} groups of {sum(weights):,} equal pieces {weights}"
+                f"{counted(inner[0], 'row', 'are')} not {counted(n_groups, 'group')} of "
+                f"{counted(sum(weights), 'equal piece')} {weights}"
                 f"{self._said(rule)}",
                 where=fqn,
                 hint=FACT_HINT,
@@ -249,7 +252,8 @@ class _Applied:
             value, evidence = self._units.setdefault(rule.unit, (unit, f"rows of {fqn}"))
             if value != unit:
                 raise LayoutError(
-                    f"{inner[0]:,} rows make {rule.unit} {unit:,}{self._said(rule)}, expected {value:,} ({evidence})",
+                    f"{counted(inner[0], 'row')} make {rule.unit} {unit:,}{self._said(rule)}, expected {value:,} "
+                    f"({evidence})",
                     where=fqn,
                     hint=FACT_HINT,
                 )
@@ -261,7 +265,8 @@ class _Applied:
                 size = n_groups * weights[rule.witness.part] * unit
                 if size != length:
                     raise LayoutError(
-                        f"part {rule.parts[rule.witness.part].name!r} has {size:,} rows{self._said(rule)}, but {other} "
+                        f"part {rule.parts[rule.witness.part].name!r} has {counted(size, 'row')}{self._said(rule)}, "
+                        f"but {other} "
                         f"{list(self._shapes[other])} says {length:,}",
                         where=fqn,
                         hint=FACT_HINT,

@@ -19,6 +19,7 @@ from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
 from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, check_counted, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["fits_back", "rename_back"]
 
@@ -99,7 +100,8 @@ def rename_back(
         listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
         more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
         raise LayoutError(
-            f"{naming.name}, read backwards, has no place for {len(uncovered):,} of {len(shapes):,} tensors, which "
+            f"{naming.name}, read backwards, has no place for {len(uncovered):,} of {counted(len(shapes), 'tensor')}, "
+            "which "
             f"would be lost:{listed}{more}",
             hint="leave them out with --exclude",
         )
@@ -288,7 +290,9 @@ def _joined(
     rows = n_groups * sum(weights) * unit
     padded = n_rows.get(rule.rows, rows)
     if padded < rows:
-        raise LayoutError(f"has {rows:,} rows, more than the {padded:,} of the target", where=first[parts[0].name])
+        raise LayoutError(
+            f"has {counted(rows, 'row')}, more than the {padded:,} of the target", where=first[parts[0].name]
+        )
     padding = (Box((*(0,) * len(lead), rows, *zeros), (*lead, padded - rows, *rest)),) if padded > rows else ()
     return View(name, (*lead, padded, *rest), boxes, padding)
 
@@ -327,7 +331,8 @@ def _unit(
     said = f" with {stated(rule.facts, facts)}" if rule.facts else ""
     if len(units) != 1 or next(iter(units))[1] or len({shape[1:] for shape in shapes}) != 1:
         raise LayoutError(
-            f"parts of shapes {[list(shape) for shape in shapes]} are not {n_groups:,} groups of sizes {list(weights)}"
+            f"parts of shapes {[list(shape) for shape in shapes]} are not {counted(n_groups, 'group')} of sizes "
+            f"{list(weights)}"
             f"{said}",
             where=name,
             hint=FACT_HINT,

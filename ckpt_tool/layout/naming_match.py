@@ -9,6 +9,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Matched", "NamingMatch", "choose_naming", "match_names"]
 
@@ -97,7 +98,8 @@ def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:
         listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
         more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
         raise LayoutError(
-            f"{naming.name} has no name for {len(uncovered):,} of {len(uncovered) + len(found):,} tensors, which would "
+            f"{naming.name} has no name for {len(uncovered):,} of {counted(len(uncovered) + len(found), 'tensor')}, "
+            "which would "
             f"be lost:{listed}{more}",
             hint="give rules for them with --naming FILE, leave them out with --exclude, or keep all names with "
             "--family none",

@@ -16,6 +16,7 @@ from ckpt_tool.layout.placement import Replicate, Shard, TensorLayout
 from ckpt_tool.layout.rules import Kind, RuleMatch, RuleSet
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Default", "Notes", "Resolved", "is_for_everyone", "resolve", "rows_of_kind"]
 
@@ -37,7 +38,9 @@ class Notes:
     def sentences(self) -> tuple[str, ...]:
         """In order of first mention."""
         return tuple(
-            f"{sentence}: {fqns[0]}" if len(fqns) == 1 else f"{sentence}: {len(fqns):,} tensors, first {fqns[0]}"
+            f"{sentence}: {fqns[0]}"
+            if len(fqns) == 1
+            else f"{sentence}: {counted(len(fqns), 'tensor')}, first {fqns[0]}"
             for sentence, fqns in self._found.items()
         )
 
@@ -106,8 +109,8 @@ def resolve(
         raise _uncovered_error(uncovered, len(fqns), rules)
     layers = [match.layer for _, match in found if match is not None and match.layer is not None]
     experts = [match.expert for _, match in found if match is not None and match.expert is not None]
-    _note_missing("layers", layers, notes)
-    _note_missing("experts", experts, notes)
+    _note_missing("layer", layers, notes)
+    _note_missing("expert", experts, notes)
     return Resolved(tuple(layouts), max(layers, default=-1) + 1, max(experts, default=-1) + 1)
 
 
@@ -162,7 +165,7 @@ def _note_missing(what: str, numbers: Sequence[int], notes: Notes) -> None:
     missing = sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers))
     if missing:
         listed = ", ".join(str(n) for n in missing[:_N_LISTED])
-        notes.add(f"{len(missing)} {what} below the highest number are not there", listed)
+        notes.add(f"{counted(len(missing), f'{what} below the highest number', 'are')} not there", listed)
 
 
 def _uncovered_error(uncovered: Sequence[str], n_tensors: int, rules: RuleSet) -> LayoutError:
@@ -172,7 +175,7 @@ def _uncovered_error(uncovered: Sequence[str], n_tensors: int, rules: RuleSet) -
     patterns = list(dict.fromkeys(_pattern_for([*spellings(fqn, {})][-1].parameter) for fqn in uncovered))
     stanzas = "\n\n".join(f"[[rule]]\nmatch = '{pattern}'\nkind = \"replicated\"" for pattern in patterns[:_N_LISTED])
     return LayoutError(
-        f"no rule of {rules.name!r} covers {len(uncovered):,} of {n_tensors:,} tensors:{listed}{more}",
+        f"no rule of {rules.name!r} covers {len(uncovered):,} of {counted(n_tensors, 'tensor')}:{listed}{more}",
         hint=f"put rules for them into a file for --rules, kind being one of column, row, vocab, replicated ...\n\n"
         f"{stanzas}",
     )

@@ -12,6 +12,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["LayerStages", "StageOptions", "layer_stages"]
 
@@ -78,7 +79,7 @@ def _stage_sizes(n_layers: int, pp: int, options: StageOptions) -> Int64Array:
     free = [stage for stage in range(pp) if stage not in fixed]
     if left < 0 or min(fixed.values(), default=0) < 0 or (left > 0 and not free):
         raise LayoutError(
-            f"{n_layers} layers on {pp} stages do not fit {fixed.get(0, 'any')} on the first and "
+            f"{counted(n_layers, 'layer')} on {pp} stages do not fit {fixed.get(0, 'any')} on the first and "
             f"{fixed.get(pp - 1, 'any')} on the last stage, {left} left over",
             hint="give numbers that add up to the layers of the model",
         )

@@ -20,6 +20,7 @@ from ckpt_tool.manifest.merge import stacked_chunks
 from ckpt_tool.manifest.model import ZEROS, FileEntry, KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Part", "View", "apply_views"]
 
@@ -175,7 +176,7 @@ def _record(manifest: Manifest, view: View) -> TensorMeta:
             )
         volume += part.source.volume
     if volume != whole.volume:
-        raise LayoutError(f"parts have {volume:,} elements, the target {whole.volume:,}", where=view.fqn)
+        raise LayoutError(f"parts have {counted(volume, 'element')}, the target {whole.volume:,}", where=view.fqn)
     path = view.path
     if path is None:
         path = (*first.path[:-1], view.fqn) if len(first.path) > 1 else (view.fqn,)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["OptimizerView", "ParameterGroup", "ParameterKey", "match_parameters", "optimizer_views"]
 
@@ -154,9 +155,9 @@ class _Draft:
         )
         evidence = [
             {
-                "ids": f"state of {len(state_keys):,} parameters is keyed by number",
-                "names": f"state of {len(state_keys):,} parameters is keyed by name, groups list names",
-                "flat": f"state of {len(state_keys):,} parameters and hyperparameters are keyed by name",
+                "ids": f"state of {counted(len(state_keys), 'parameter')} is keyed by number",
+                "names": f"state of {counted(len(state_keys), 'parameter')} is keyed by name, groups list names",
+                "flat": f"state of {counted(len(state_keys), 'parameter')} and hyperparameters are keyed by name",
             }[spelling]
         ]
         held = {key for key, states in self.state.items() if states}
@@ -317,10 +318,13 @@ def _names_of(
         matched = match_parameters(model, [entry for entry in numbered if entry[1] is not None])
     if matched is None:
         matched = _match_groups(model, dict(numbered), groups)
-    counts = f"{len(numbered):,} numbers with {len(model):,} model tensors"
+    counts = f"{counted(len(numbered), 'number')} with {counted(len(model), 'model tensor')}"
     if matched is None:
         return {}, f"order and shape do not match {counts} in exactly one way, so numbers stay"
-    return matched, f"order and shape match {counts} in exactly one way, {len(matched):,} numbers have a name"
+    return (
+        matched,
+        f"order and shape match {counts} in exactly one way, {counted(len(matched), 'number', 'have')} a name",
+    )
 
 
 def _match_groups(

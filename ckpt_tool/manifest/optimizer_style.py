@@ -14,6 +14,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, ParameterKey, optimizer_views
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["STYLES", "Restyled", "restyle_optimizers"]
 
@@ -61,7 +62,9 @@ def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) ->
         marks.append(_joined((*view.path, "param_groups")))
         if spelling == "ids":
             numbers |= {str(number): in_model.get(str(key), str(key)) for key, number in names.items()}
-        notes.append(f"{view.prefix or 'the optimizer'}: {len(names):,} parameters, now keyed by {_KEYED[spelling]}")
+        notes.append(
+            f"{view.prefix or 'the optimizer'}: {counted(len(names), 'parameter')}, now keyed by {_KEYED[spelling]}"
+        )
         empty = [number for number, group in enumerate(view.groups) if not group.params]
         if spelling == "flat" and empty:
             notes.append(f"{view.prefix or 'the optimizer'}: groups {empty} have no parameters, so no name to be under")
@@ -99,7 +102,7 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
     unknown = [key for key in keys if isinstance(key, int) and key not in view.names]
     if unknown:
         raise UsageError(
-            f"{len(unknown):,} of {len(keys):,} parameters are known by their number only ({unknown[:4]}); "
+            f"{counted_of(len(unknown), len(keys), 'parameter', 'are')} known by their number only ({unknown[:4]}); "
             f"{view.evidence[-1]}",
             where=manifest.root,
             hint="leave --optim-style out",

@@ -19,6 +19,7 @@ from ckpt_tool.dtypes import spellings
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
+from ckpt_tool.sizes import counted
 
 if TYPE_CHECKING:
     from ckpt_tool.manifest.model import Manifest
@@ -64,13 +65,14 @@ def select(
         keep &= ~_any_of(exclude, tensors, manifest.root)
     if not len(tensors) and manifest.blobs and (include or exclude or sections):
         raise NotFound(
-            f"no tensors, only {len(manifest.blobs):,} other objects",
+            f"no tensors, only {counted(len(manifest.blobs), 'other object')}",
             where=manifest.root or None,
             hint="inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one",
         )
     if not keep.any() and (include or exclude or sections):
         raise NotFound(
-            f"none of {len(tensors):,} tensors is left: include {list(include)}, exclude {list(exclude)}, sections "
+            f"none of {counted(len(tensors), 'tensor')} is left: include {list(include)}, exclude {list(exclude)}, "
+            "sections "
             f"{list(sections)}",
             where=manifest.root or None,
         )
@@ -154,7 +156,7 @@ def expand_braces(pattern: str) -> list[str]:
     tails = expand_braces(pattern[cuts[-1] + 1 :])
     middles = [text for i in range(len(cuts) - 1) for text in expand_braces(pattern[cuts[i] + 1 : cuts[i + 1]])]
     if len(middles) * len(tails) > _MAX_EXPANSIONS:
-        raise UsageError(f"{pattern!r} stands for more than {_MAX_EXPANSIONS:,} names")
+        raise UsageError(f"{pattern!r} stands for more than {counted(_MAX_EXPANSIONS, 'name')}")
     return [pattern[:start] + middle + tail for middle in middles for tail in tails]
 
 
@@ -246,7 +248,9 @@ def slice_box(index: Index, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...
     """
     places = len(index) - index.count(Ellipsis)
     if places > len(shape):
-        raise UsageError(f"{places} places in the slice, the tensor has {len(shape)} dimensions: {list(shape)}")
+        raise UsageError(
+            f"{places} places in the slice, the tensor has {counted(len(shape), 'dimension')}: {list(shape)}"
+        )
     fill = (slice(None),) * (len(shape) - places)
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
     full = (*index[:at], *fill, *index[at + 1 :])
@@ -258,7 +262,7 @@ def slice_box(index: Index, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...
             sizes.append(max(stop - start, 0))
         elif isinstance(item, int):
             if not -size <= item < size:
-                raise UsageError(f"{item} is outside of dimension {dim}, which has {size:,} elements")
+                raise UsageError(f"{item} is outside of dimension {dim}, which has {counted(size, 'element')}")
             offsets.append(item % size)
             sizes.append(1)
             squeezed.append(dim)

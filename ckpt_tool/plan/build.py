@@ -18,6 +18,7 @@ from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["PlanLimits", "has_odd_strides", "make_plan", "plan_reads"]
 
@@ -122,7 +123,7 @@ def _match_tensors(source: Manifest, target: Manifest) -> IntArray:
     rows = np.array([source.tensors.index.get(fqn, -1) for fqn in target.tensors.fqns], dtype=np.int64)
     if len(missing := np.flatnonzero(rows < 0)):
         names = ", ".join(repr(target.tensors.fqns[i]) for i in missing[:3])
-        raise LayoutError(f"{len(missing):,} target tensors have no source: {names}", where=source.root)
+        raise LayoutError(f"{counted(len(missing), 'target tensor', 'have')} no source: {names}", where=source.root)
     for target_row, source_row in enumerate(rows.tolist()):
         wanted, found = target.tensors.shape_of(target_row), source.tensors.shape_of(source_row)
         if wanted != found:
@@ -322,7 +323,8 @@ def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tile
             holes = [rest for hole in holes for rest in difference(hole, piece)]
         names = {source.tensors.fqns[t] for t in distinct(tiles.tensor[short]).tolist()}
         raise CoverageError(
-            f"no stored data for {', '.join(str(h) for h in holes[:3])} ({len(names):,} tensors are incomplete)",
+            f"no stored data for {', '.join(str(h) for h in holes[:3])} ({counted(len(names), 'tensor', 'are')} "
+            "incomplete)",
             where=source.tensors.fqns[tensor],
             hint=f'run "ckpt verify {source.root}" to see what is missing',
         )

@@ -12,6 +12,7 @@ import numpy as np
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["cut_tiles"]
 
@@ -60,7 +61,8 @@ def cut_tiles(regions: Boxes, *, bits: IntArray, max_tile_bytes: int, whole: Int
     counts = -(-regions.sizes // step)
     if (total := float(np.prod(counts, axis=1, dtype=np.float64).sum())) > _MAX_TILES:
         raise Unsupported(
-            f"elements that take {total:,.0f} tiles of {max_tile_bytes:,} bytes, expected {_MAX_TILES:,} at most",
+            f"elements that take {total:,.0f} tiles of {counted(max_tile_bytes, 'byte')}, expected {_MAX_TILES:,} at "
+            "most",
             hint="a tensor may repeat a few stored elements without end (expand); leave it out with --exclude",
         )
     n_tiles = np.prod(counts, axis=1)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.blosclz import unpacked_blosclz
 
 __all__ = ["bit_unshuffled", "blosc_blocks", "byte_unshuffled", "unpacked_block"]
@@ -55,13 +56,15 @@ def blosc_blocks(content: bytes, where: str) -> Iterator[bytes]:
     header = _header(content, where)
     if header.flags & _STORED:
         if len(content) != _HEADER.size + header.nbytes:
-            raise FormatError(f"{header.nbytes:,} bytes stored in a Blosc container of {len(content):,}", where=where)
+            raise FormatError(
+                f"{counted(header.nbytes, 'byte')} stored in a Blosc container of {len(content):,}", where=where
+            )
         yield content[_HEADER.size :]
         return
     n_blocks = -(-header.nbytes // header.block_nbytes) if header.nbytes else 0
     index = content[_HEADER.size : _HEADER.size + 4 * n_blocks]
     if len(index) != 4 * n_blocks:
-        raise FormatError(f"a Blosc container of {len(content):,} bytes ends within its index", where=where)
+        raise FormatError(f"a Blosc container of {counted(len(content), 'byte')} ends within its index", where=where)
     for number, start in enumerate(struct.unpack(f"<{n_blocks}i", index)):
         nbytes = min(header.block_nbytes, header.nbytes - number * header.block_nbytes)
         yield _unshuffled(header, _block(header, content, start, nbytes, where))
@@ -69,14 +72,14 @@ def blosc_blocks(content: bytes, where: str) -> Iterator[bytes]:
 
 def _header(content: bytes, where: str) -> _Header:
     if len(content) < _HEADER.size:
-        raise FormatError(f"{len(content)} bytes, expected a Blosc container", where=where)
+        raise FormatError(f"{counted(len(content), 'byte')}, expected a Blosc container", where=where)
     version, _, flags, width, nbytes, block_nbytes, coded_nbytes = _HEADER.unpack_from(content)
     if version != _VERSION or flags >> 5 >= len(_CODECS):
         raise Unsupported(f"Blosc's format version {version}, codec {flags >> 5}; expected version 2", where=where)
     is_sound = nbytes >= 0 and 0 < block_nbytes <= max(nbytes, 1) and coded_nbytes == len(content)
     if (nbytes and not is_sound) or not width or min(block_nbytes, nbytes) > _MAX_BLOCK_NBYTES:
         raise FormatError(
-            f"a Blosc header of {nbytes:,} bytes in blocks of {block_nbytes:,}, {coded_nbytes:,} coded: "
+            f"a Blosc header of {counted(nbytes, 'byte')} in blocks of {block_nbytes:,}, {coded_nbytes:,} coded: "
             f"there are {len(content):,}",
             where=where,
         )
@@ -118,7 +121,7 @@ def unpacked_block(stream: bytes, codec: str, nbytes: int, where: str) -> bytes:
     except (OSError, ValueError, zlib.error, pa.ArrowException) as error:
         raise FormatError(f"not a block of {codec}: {str(error)[:200]}", where=where) from error
     if len(found) != nbytes:
-        raise FormatError(f"a block of {codec} holds {len(found):,} bytes, expected {nbytes:,}", where=where)
+        raise FormatError(f"a block of {codec} holds {counted(len(found), 'byte')}, expected {nbytes:,}", where=where)
     return found
 
 

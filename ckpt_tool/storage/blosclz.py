@@ -8,6 +8,7 @@ goes on in one byte, or, where both are full, in three.
 from __future__ import annotations
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.sizes import counted
 
 __all__ = ["unpacked_blosclz"]
 
@@ -28,11 +29,12 @@ def unpacked_blosclz(stream: bytes, nbytes: int, where: str) -> bytes:
         _unpack(stream, found, nbytes)
     except (IndexError, ValueError) as error:
         raise FormatError(
-            f"not a block of blosclz: it breaks off or points nowhere behind {len(found):,} of {nbytes:,} bytes",
+            f"not a block of blosclz: it breaks off or points nowhere behind {len(found):,} of "
+            f"{counted(nbytes, 'byte')}",
             where=where,
         ) from error
     if len(found) != nbytes:
-        raise FormatError(f"a block of blosclz holds {len(found):,} bytes, expected {nbytes:,}", where=where)
+        raise FormatError(f"a block of blosclz holds {counted(len(found), 'byte')}, expected {nbytes:,}", where=where)
     return bytes(found)
 
 

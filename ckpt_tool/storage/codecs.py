@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
+from ckpt_tool.sizes import counted
 
 __all__ = ["BLOCK_BYTES", "Readable", "check_codec", "content_blocks", "deflated_limit", "split_slice"]
 
@@ -154,7 +155,9 @@ def _whole(source: Readable, where: str) -> bytes:
     while piece := source.read(BLOCK_BYTES):
         content += piece
         if len(content) > _MAX_WHOLE_BYTES:
-            raise FormatError(f"content of more than {_MAX_WHOLE_BYTES:,} bytes that is coded as one", where=where)
+            raise FormatError(
+                f"content of more than {counted(_MAX_WHOLE_BYTES, 'byte')} that is coded as one", where=where
+            )
     return bytes(content)
 
 
@@ -170,7 +173,7 @@ def _lz4(source: Readable, where: str) -> Iterator[bytes]:
     content = _whole(source, where)
     nbytes = int.from_bytes(content[:4], "little")
     if len(content) < 4 or nbytes > min(_MAX_WHOLE_BYTES, len(content) * MAX_LZ4_RATIO):
-        raise FormatError(f"{len(content):,} bytes of LZ4 that say they hold {nbytes:,}", where=where)
+        raise FormatError(f"{counted(len(content), 'byte')} of LZ4 that say they hold {nbytes:,}", where=where)
     yield unpacked_block(content[4:], "lz4_raw", nbytes, where)
 
 

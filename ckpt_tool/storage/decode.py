@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 from ckpt_tool.errors import FormatError, StorageError
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.codecs import check_codec, content_blocks, deflated_limit, split_slice
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Listing, Store
@@ -223,7 +224,7 @@ class DecodedStore:
         limit = deflated_limit(entry.codec or "", entry.part.length)
         if limit is not None and entry.nbytes > limit:
             raise FormatError(
-                f"{entry.part.length:,} bytes of deflate cannot hold the {entry.nbytes:,} that are declared",
+                f"{counted(entry.part.length, 'byte')} of deflate cannot hold the {entry.nbytes:,} that are declared",
                 where=where,
             )
         return entry.part
@@ -261,7 +262,7 @@ class DecodedStore:
             raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
         got = min(max(content.nbytes - offset, 0), length)
         if got != length:
-            raise StorageError(f"expected {length:,} bytes, got {got:,}", where=f"{where}:{offset}")
+            raise StorageError(f"expected {counted(length, 'byte')}, got {got:,}", where=f"{where}:{offset}")
 
     def _make_ready(self, content: _Content) -> None:
         with content.lock:
@@ -304,14 +305,16 @@ class DecodedStore:
         done = 0
         for block in self._blocks(content):
             if done + len(block) > content.nbytes:
-                raise FormatError(f"decodes to more than the {content.nbytes:,} bytes that are declared", where=where)
+                raise FormatError(
+                    f"decodes to more than the {counted(content.nbytes, 'byte')} that are declared", where=where
+                )
             if data is not None:
                 data += block
             else:
                 self._write_spool(spool_offset + done, block)
             done += len(block)
         if done != content.nbytes:
-            raise FormatError(f"expected {content.nbytes:,} decoded bytes, got {done:,}", where=where)
+            raise FormatError(f"expected {counted(content.nbytes, 'decoded byte')}, got {done:,}", where=where)
 
     def _write_spool(self, offset: int, block: bytes) -> None:
         try:
@@ -323,7 +326,7 @@ class DecodedStore:
             import tempfile
 
             hint = "set TMPDIR to a folder with more room, or allow more memory"
-            message = f"no room for {len(block):,} decoded bytes at {offset:,}: {error}"
+            message = f"no room for {counted(len(block), 'decoded byte')} at {offset:,}: {error}"
             raise StorageError(message, where=tempfile.gettempdir(), hint=hint) from error
 
 

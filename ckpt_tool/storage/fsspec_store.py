@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.remote import modified_of, open_remote
 from ckpt_tool.storage.retry import failure_of, retried, shown
@@ -117,13 +118,13 @@ class FsspecStore:
             raise
         if len(data) > length:
             raise StorageError(
-                f"expected {length:,} bytes, got {len(data):,}: the server does not serve byte ranges",
+                f"expected {counted(length, 'byte')}, got {len(data):,}: the server does not serve byte ranges",
                 where=f"{join_url(self.url, path)}:{offset}",
                 hint="download the files and open them here",
             )
         if len(data) < length:
             self._check_end(path, offset, length)
-            raise _ShortAnswerError(f"expected {length:,} bytes, got {len(data):,}")
+            raise _ShortAnswerError(f"expected {counted(length, 'byte')}, got {len(data):,}")
         self._traffic.note(requests=0, received=length)
         return bytes(data)
 
@@ -134,7 +135,8 @@ class FsspecStore:
         if size is not None and size < offset + length:
             got = max(size - offset, 0)
             raise StorageError(
-                f"expected {length:,} bytes, got {got:,} before the end of the file ({length - got:,} missing)",
+                f"expected {counted(length, 'byte')}, got {got:,} before the end of the file ({length - got:,} "
+                "missing)",
                 where=f"{where}:{offset}",
             )
 

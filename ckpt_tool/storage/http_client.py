@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["TIMEOUT_S", "HttpClient", "HttpStatusError", "Response", "ShortAnswerError", "silence_s"]
 
@@ -191,21 +192,21 @@ class HttpClient:
         if into is None or not is_fine:
             data = answer.read()
             if answer.length:
-                raise ShortAnswerError(f"{answer.length:,} bytes of the answer are missing")
+                raise ShortAnswerError(f"{counted(answer.length, 'byte of the answer', 'are')} missing")
             return data
         announced = answer.length
         if announced is not None and announced != into.nbytes:
             raise ShortAnswerError(
-                f"expected {into.nbytes:,} bytes, the server announces {announced:,}", headers=_lower(answer)
+                f"expected {counted(into.nbytes, 'byte')}, the server announces {announced:,}", headers=_lower(answer)
             )
         view, done = into.cast("B"), 0
         while done < len(view):
             n = answer.readinto(view[done:])
             if not n:
-                raise ShortAnswerError(f"expected {into.nbytes:,} bytes, got {done:,}")
+                raise ShortAnswerError(f"expected {counted(into.nbytes, 'byte')}, got {done:,}")
             done += n
         if answer.read(1):
-            raise ShortAnswerError(f"expected {into.nbytes:,} bytes, got more")
+            raise ShortAnswerError(f"expected {counted(into.nbytes, 'byte')}, got more")
         return b""
 
     def _borrow(self) -> http.client.HTTPConnection:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.handles import Handle, Handles
 from ckpt_tool.storage.store import Listing, ReadCost
@@ -176,7 +177,7 @@ class LocalStore:
             sizes[path], modified[path] = found.st_size, found.st_mtime
             if len(sizes) > MAX_FILES:
                 hint = "name a folder further down"
-                raise UsageError(f"has more than {MAX_FILES:,} files below it", where=self.url, hint=hint)
+                raise UsageError(f"has more than {counted(MAX_FILES, 'file')} below it", where=self.url, hint=hint)
         return Listing(self.url, dict(sorted(sizes.items())), self._entry, modified, tuple(sorted(empty)), self._links)
 
     def _walk(self) -> Iterator[tuple[str, os.stat_result | None]]:
@@ -231,7 +232,7 @@ def _check_range(offset: int, length: int, where: str) -> None:
 
 def _too_short(where: str, offset: int, length: int, got: int) -> StorageError:
     missing = length - got
-    message = f"expected {length:,} bytes, got {got:,} before the end of the file ({missing:,} missing)"
+    message = f"expected {counted(length, 'byte')}, got {got:,} before the end of the file ({missing:,} missing)"
     return StorageError(message, where=f"{where}:{offset}")
 
 

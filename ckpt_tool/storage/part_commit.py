@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpt_tool.errors import StorageError
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.part_uploads import N_UPLOADS
 from ckpt_tool.storage.parts import PartPlace
@@ -36,5 +37,8 @@ def measure(place: PartPlace, sizes: Mapping[str, int]) -> None:
     for path, nbytes in sizes.items():
         got = found.get(path)
         if got != nbytes:
-            text = f"expected {nbytes:,} bytes after joining the parts, got {'none' if got is None else f'{got:,}'}"
+            text = (
+                f"expected {counted(nbytes, 'byte')} after joining the parts, got "
+                f"{'none' if got is None else f'{got:,}'}"
+            )
             raise StorageError(text, where=join_url(place.url, path))

@@ -148,7 +148,7 @@ class PartTarget:
             message = f"remote files are written front to back: expected offset {file.position:,}, got {offset:,}"
             raise StorageError(message, where=file.where)
         if end > file.nbytes:
-            message = f"a write from {offset:,} to {end:,} does not fit the {file.nbytes:,} bytes of the file"
+            message = f"a write from {offset:,} to {end:,} does not fit the {counted(file.nbytes, 'byte')} of the file"
             raise StorageError(message, where=file.where)
         if file.held is not None:
             file.held += view
@@ -210,7 +210,7 @@ class PartTarget:
             raise StorageError(message, where=self.url)
         for file in self._files.values():
             if file.position != file.nbytes:
-                message = f"expected {file.nbytes:,} bytes before the commit, got {file.position:,}"
+                message = f"expected {counted(file.nbytes, 'byte')} before the commit, got {file.position:,}"
                 raise StorageError(message, where=file.where)
         with _resumable():
             self._uploads.flush()

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.sizes import format_bytes
+from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.parts import Begun, Part, PartPlace
 
 __all__ = ["N_UPLOADS", "PartFile", "PartUploads", "Receipt"]
@@ -216,5 +216,5 @@ class PartUploads:
 def _in_order(file: PartFile) -> Mapping[int, Part]:
     sent = sum(part.nbytes for part in file.parts.values())
     if sent != file.nbytes:
-        raise StorageError(f"expected parts of {file.nbytes:,} bytes, {sent:,} were sent", where=file.where)
+        raise StorageError(f"expected parts of {counted(file.nbytes, 'byte')}, {sent:,} were sent", where=file.where)
     return {number: file.parts[number] for number in sorted(file.parts)}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 from ckpt_tool.storage.urls import check_path, join_url
 
@@ -112,7 +113,7 @@ class MemoryStore:
             raise NotFound("no such file", where=where)
         data = self._files[path][offset : offset + length]
         if len(data) != length:
-            raise StorageError(f"expected {length:,} bytes, got {len(data):,}", where=f"{where}:{offset}")
+            raise StorageError(f"expected {counted(length, 'byte')}, got {len(data):,}", where=f"{where}:{offset}")
         return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:

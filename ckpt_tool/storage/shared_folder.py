@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
 from ckpt_tool.manifest.digest_table import SUFFIX
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.kernel import start_writeback
 from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_places import part_place
@@ -223,7 +224,7 @@ class SharedFolder:
             hint = "all ranks must see one file system under this path"
             raise StorageError("was written by its rank, and is not there", where=full, hint=hint) from error
         if found != nbytes:
-            raise StorageError(f"expected {nbytes:,} bytes, got {found:,}", where=full)
+            raise StorageError(f"expected {counted(nbytes, 'byte')}, got {found:,}", where=full)
 
 
 class _LocalFile:
@@ -259,7 +260,9 @@ class _LocalFile:
     def finish(self) -> None:
         try:
             if self._position != self._nbytes:
-                raise StorageError(f"expected {self._nbytes:,} bytes, got {self._position:,}", where=self._where)
+                raise StorageError(
+                    f"expected {counted(self._nbytes, 'byte')}, got {self._position:,}", where=self._where
+                )
             if self._durable:
                 os.fsync(self._fd)
         except OSError as error:
@@ -282,6 +285,6 @@ def _failure(error: OSError, where: str, nbytes: int) -> StorageError:
             while not os.path.isdir(folder):
                 folder = os.path.dirname(folder)
             free = shutil.disk_usage(folder).free
-            text = f"no room: the file needs {nbytes:,} bytes, {free:,} are free ({error.strerror})"
+            text = f"no room: the file needs {counted(nbytes, 'byte')}, {free:,} are free ({error.strerror})"
             return StorageError(text, where=where, hint="make room, and save again")
     return StorageError(f"cannot be written: {error.strerror or error}", where=where)

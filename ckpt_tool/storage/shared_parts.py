@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists
 from ckpt_tool.manifest.digest_table import SUFFIX
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, measure
@@ -178,7 +179,9 @@ class _SharedPartFile:
         for buffer in buffers:
             if file.position + buffer.nbytes > file.nbytes:
                 end = file.position + buffer.nbytes
-                raise StorageError(f"a write to {end:,} does not fit the {file.nbytes:,} bytes", where=file.where)
+                raise StorageError(
+                    f"a write to {end:,} does not fit the {counted(file.nbytes, 'byte')}", where=file.where
+                )
             if buffer.nbytes:
                 self._uploads.append(file, buffer.cast("B"), n_files=1)
 
@@ -186,7 +189,7 @@ class _SharedPartFile:
         """Wait until all parts are in the storage; the file's token and its parts."""
         file = self._file
         if file.position != file.nbytes:
-            raise StorageError(f"expected {file.nbytes:,} bytes, got {file.position:,}", where=file.where)
+            raise StorageError(f"expected {counted(file.nbytes, 'byte')}, got {file.position:,}", where=file.where)
         self._uploads.flush()
         return file.receipt()
 

@@ -16,6 +16,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists
 from ckpt_tool.manifest.digest_table import SUFFIX
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
 from ckpt_tool.storage.shared_folder import Receipts
@@ -74,7 +75,7 @@ class SharedRemote:
             found = listed.get(f"{self._root}/{path}", {}).get("size")
             if found != nbytes:
                 got = "nothing" if found is None else f"{found:,}"
-                raise StorageError(f"expected {nbytes:,} bytes, got {got}", where=join_url(self.url, path))
+                raise StorageError(f"expected {counted(nbytes, 'byte')}, got {got}", where=join_url(self.url, path))
         if digests is not None:
             retried(partial(self._fs.pipe_file, self._root + SUFFIX, digests), where=self.url + SUFFIX)
         for path, data in last:
@@ -107,7 +108,7 @@ class RemoteFile:
     def finish(self) -> None:
         """Complete the upload."""
         if self._position != self._nbytes:
-            raise StorageError(f"expected {self._nbytes:,} bytes, got {self._position:,}", where=self._where)
+            raise StorageError(f"expected {counted(self._nbytes, 'byte')}, got {self._position:,}", where=self._where)
         handle, self._handle = self._handle, None
         attempt(handle.close, where=self._where)
 

@@ -16,6 +16,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists, UsageError
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.part_commit import COMMIT_NAMES
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
@@ -74,7 +75,7 @@ class StreamTarget:
         self._old = self._existing()
         if self._old and not overwrite:
             hint = 'choose another name, or replace it with "--overwrite" (the old one is deleted first)'
-            raise TargetExists(f"is there already, with {len(self._old):,} files", where=self.url, hint=hint)
+            raise TargetExists(f"is there already, with {counted(len(self._old), 'file')}", where=self.url, hint=hint)
         is_folder = self._old not in ([], [root])
         if is_folder and single_file:
             raise TargetExists("is a folder, expected to write a file", where=self.url, hint="name the file in it")
@@ -127,7 +128,9 @@ class StreamTarget:
                 raise StorageError(message, where=upload.where)
             end = offset + view.nbytes
             if end > upload.nbytes:
-                message = f"a write from {offset:,} to {end:,} does not fit the {upload.nbytes:,} bytes of the file"
+                message = (
+                    f"a write from {offset:,} to {end:,} does not fit the {counted(upload.nbytes, 'byte')} of the file"
+                )
                 raise StorageError(message, where=upload.where)
             if not view.nbytes:
                 return
@@ -168,7 +171,7 @@ class StreamTarget:
             raise StorageError(message, where=self.url)
         for upload in self._uploads.values():
             if upload.position != upload.nbytes:
-                message = f"expected {upload.nbytes:,} bytes before the commit, got {upload.position:,}"
+                message = f"expected {counted(upload.nbytes, 'byte')} before the commit, got {upload.position:,}"
                 raise StorageError(message, where=upload.where)
         for path in last:
             upload = self._uploads[path]

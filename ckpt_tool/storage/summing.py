@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing, Store
 
 __all__ = ["SummingStore", "file_sha256"]
@@ -98,7 +99,7 @@ class SummingStore:
                 value = crc32_combine(value, crc32(next(read)) if crc is None else crc, last - first)
                 at = last
         if at != nbytes:
-            raise ValueError(f"ranges cover {at:,} of {nbytes:,} bytes")
+            raise ValueError(f"ranges cover {at:,} of {counted(nbytes, 'byte')}")
         return value
 
     def note(self, path: str, offset: int, length: int, crc: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ckpt_tool.errors import FormatError, NotFound, StorageError, Unsupported
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 from ckpt_tool.storage.urls import check_path, join_url
 
@@ -94,7 +95,9 @@ class TarStore:
             raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
         if offset + length > nbytes:
             got = max(nbytes - offset, 0)
-            raise StorageError(f"expected {length:,} bytes, got {min(got, length):,}", where=f"{where}:{offset}")
+            raise StorageError(
+                f"expected {counted(length, 'byte')}, got {min(got, length):,}", where=f"{where}:{offset}"
+            )
         return start + offset
 
 
@@ -116,13 +119,13 @@ def _members(store: Store, path: str, nbytes: int) -> dict[str, tuple[int, int]]
         start = at + _BLOCK
         if start + length > nbytes:
             raise FormatError(
-                f"a member of {length:,} bytes, {nbytes - start:,} are left: the archive was cut",
+                f"a member of {counted(length, 'byte')}, {nbytes - start:,} are left: the archive was cut",
                 where=where,
                 hint="fetch or copy it again",
             )
         if kind in (_LONG_NAME, _PAX):
             if length > _MAX_NAME_NBYTES:
-                raise FormatError(f"a name of {length:,} bytes", where=where)
+                raise FormatError(f"a name of {counted(length, 'byte')}", where=where)
             text = window.read(start, length)
             if kind == _LONG_NAME:
                 name = _text(text.rstrip(b"\0"), where)
@@ -135,7 +138,7 @@ def _members(store: Store, path: str, nbytes: int) -> dict[str, tuple[int, int]]
                 own = (name or _name(header, where)).removeprefix("./")
                 found[check_path(own, root=join_url(store.url, path))] = (start, length)
                 if len(found) > _MAX_MEMBERS:
-                    raise FormatError(f"more than {_MAX_MEMBERS:,} members", where=where)
+                    raise FormatError(f"more than {counted(_MAX_MEMBERS, 'member')}", where=where)
             name, size = None, None
         at = start + -(-length // _BLOCK) * _BLOCK
     return found

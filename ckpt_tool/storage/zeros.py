@@ -12,6 +12,7 @@ import numpy as np
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.model import ZEROS, FileEntry, FileRange
 from ckpt_tool.manifest.tables import FileTable
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import join_url
 
@@ -64,6 +65,6 @@ class ZerosStore:
     def _check(self, path: str, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self._nbytes[path]:
             raise StorageError(
-                f"expected {length:,} bytes from {offset:,}, there are {self._nbytes[path]:,} zeros",
+                f"expected {counted(length, 'byte')} from {offset:,}, there are {self._nbytes[path]:,} zeros",
                 where=join_url(self.url, path),
             )

@@ -56,7 +56,7 @@ def test_one_listing(tmp_path: Path, files: int) -> None:
     assert (tmp_path / "out/adapter_config.json").read_bytes() == (ADAPTER / "adapter_config.json").read_bytes()
     assert (tmp_path / "out/README.md").read_text() == "the base"
     assert any("README.md of the adapter: left out" in note for note in done.notes)
-    assert any("8 factors of weights and 1 weights in their place; nothing is added up" in note for note in done.notes)
+    assert any("8 factors of weights and 1 weight in their place; nothing is added up" in note for note in done.notes)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     everything = load_file(ADAPTER / "adapter_model.safetensors")
     assert {fqn for fqn, file in index["weight_map"].items() if file == "adapter_model.safetensors"} == set(everything)

@@ -269,5 +269,5 @@ def test_torchtitan_with_grouped_queries(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"rows make head_dim 6 with heads = 4 .*, expected 12 \(rows of .*wk"):
         prepare_export(tmp_path / "titan.safetensors", tmp_path / "new", facts={"heads": 4, "kv_heads": 1})
     save_file({k: v for k, v in model.items() if ".7." not in k}, tmp_path / "gap.safetensors")
-    with pytest.raises(LayoutError, match="1 layers are missing: 7"):
+    with pytest.raises(LayoutError, match="1 layer is missing: 7"):
         prepare_export(tmp_path / "gap.safetensors", tmp_path / "new", facts={"heads": 4, "kv_heads": 2})

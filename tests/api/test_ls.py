@@ -274,7 +274,7 @@ def test_no_run(tmp_path: Path) -> None:
     found = ls(HF)
     assert [(step.path, step.is_complete) for step in found.steps] == [("", True)]
     assert found.notes == ("it is one checkpoint, no run with steps",)
-    with pytest.raises(NotFound, match="no step of a run among 1 files"):
+    with pytest.raises(NotFound, match="no step of a run among 1 file"):
         ls(put(tmp_path, {"notes.md": b"x"}))
     with pytest.raises(NotFound, match="a file, expected the folder of a run"):
         ls(tmp_path / "notes.md")
@@ -315,7 +315,7 @@ def test_steps_of_several_folders(tmp_path: Path) -> None:
         (b'{"weight_map": {"w": 1}}', "is no index of shards"),
         (b'{"weight_map": {"w": [1]}}', "is no index of shards"),
         (b"[" * 100_000, "is no index of shards"),
-        (b'{"weight_map": {"w": "a.safetensors"}}', "names 1 of 1 files that are missing: a.safetensors"),
+        (b'{"weight_map": {"w": "a.safetensors"}}', "names 1 of 1 file that are missing: a.safetensors"),
     ],
 )
 def test_hostile_index(tmp_path: Path, index: bytes, why: str) -> None:

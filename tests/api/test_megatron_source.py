@@ -273,7 +273,7 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
             config_of("llama"),
         ),
         "are not 4 groups": saved(tmp_path / "d", weights, config_of("llama", num_key_value_heads=4)),
-        "1 layers are missing": saved(tmp_path / "e", weights, config_of("llama", num_hidden_layers=4)),
+        "1 layer is missing": saved(tmp_path / "e", weights, config_of("llama", num_hidden_layers=4)),
         "has no place for 1 of": saved(
             tmp_path / "f", {**weights, "model.odd.weight": np.ones(2, np.float32)}, config_of("llama")
         ),

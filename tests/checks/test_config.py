@@ -20,7 +20,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
     [
         ("float16", {}, None),
         ("torch.float16", {}, None),
-        ("bfloat16", {}, "config.json says bfloat16, but 94% of the weights' bytes are float16 (1 tensors)"),
+        ("bfloat16", {}, "config.json says bfloat16, but 94% of the weights' bytes are float16 (1 tensor)"),
         ("bfloat16", {"quantization_config": {"bits": 4}}, None),
         (None, {}, None),
     ],

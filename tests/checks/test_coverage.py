@@ -81,7 +81,7 @@ def test_equal_boxes_are_replicas() -> None:
     """Replicas are counted, and no fault."""
     [finding] = findings_of((6,), [Box((0,), (6,))] * 3)
     assert (finding.kind, finding.severity) == ("replicas", Severity.INFO)
-    assert finding.message == "2 boxes of 1 tensors are stored more than once (48 bytes)"
+    assert finding.message == "2 boxes of 1 tensor are stored more than once (48 bytes)"
 
 
 def test_box_outside_the_shape() -> None:

@@ -57,7 +57,7 @@ def test_stretches_are_named_with_their_file() -> None:
     [tail] = found(manifest(), SIZES | {"a": 1503})
     assert (tail.kind, tail.severity, tail.where) == ("unowned-bytes", Severity.WARNING, FileRange("a", 1000, 503))
     assert tail.message == (
-        "a goes on for 503 bytes behind its last item, which ends at byte 1,000: nothing refers to them"
+        "a goes on for 503 bytes behind its last item, which ends at byte 1,000: nothing refers there"
     )
     given = manifest()
     assert given.items is not None

@@ -290,7 +290,7 @@ def test_directories_that_lie_are_refused() -> None:
     second = data.index(b"PK\x01\x02", first + 4)
     end = data.rindex(b"PK\x05\x06")
     _refused(_patched(data, end + 8, b"\x03\0\x03\0"), FormatError, "inside an entry|no entry|has room for")
-    _refused(_patched(data, end + 8, b"\x01\0\x01\0"), FormatError, "follow the last of 1 members")
+    _refused(_patched(data, end + 8, b"\x01\0\x01\0"), FormatError, "follow the last of 1 member")
     _refused(_patched(data, end + 8, b"\xf0\xff\xf0\xff"), FormatError, "says it has 65,520 members")
     _refused(_patched(data, end + 8, b"\x01\0\x02\0"), FormatError, "several volumes")
     _refused(_patched(data, end + 16, b"\xf0"), FormatError, "ends at byte|no entry")
@@ -307,7 +307,7 @@ def test_directories_that_lie_are_refused() -> None:
     out = bytearray(names.nbytes)
     for offset, part in names.heads + names.tail([]):
         out[offset : offset + len(part)] = part
-    _refused(bytes(out), FormatError, "have the name of another")
+    _refused(bytes(out), FormatError, "has the name of another")
 
 
 def test_wrong_payloads_are_noticed() -> None:

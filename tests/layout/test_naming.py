@@ -130,9 +130,9 @@ def test_facts_are_checked_against_shapes(shape: tuple[int, int], facts: dict[st
 @pytest.mark.parametrize(
     ("shapes", "facts", "message"),
     [
-        ({"l.0.w": (2,), "l.2.w": (2,)}, {}, "1 layers are missing: 1"),
-        ({"l.w": (3, 2)}, {"layers": 2}, r"1 layers are too many: 2 \(the test says 2\)"),
-        ({"l.e.0.w": (3, 2), "l.e.2.w": (3, 2)}, {}, r"x.0.\{expert\}: 1 experts are missing: 1"),
+        ({"l.0.w": (2,), "l.2.w": (2,)}, {}, "1 layer is missing: 1"),
+        ({"l.w": (3, 2)}, {"layers": 2}, r"1 layer is too many: 2 \(the test says 2\)"),
+        ({"l.e.0.w": (3, 2), "l.e.2.w": (3, 2)}, {}, r"x.0.\{expert\}: 1 expert is missing: 1"),
         ({"l.w": ()}, {}, r"l.w: shape \[\] does not count layer"),
         ({"l.w": (2,), "l.0.w": ()}, {}, "'l.w' and 'l.0.w' would both be called 'x.0'"),
         ({"l.w": (2,), "other": (1,), "and": (1,)}, {}, "mine has no name for 2 of 3 tensors"),

@@ -210,7 +210,7 @@ def test_a_missing_layer_is_said() -> None:
     """A layer that is not there leaves the others where they belong, and a note."""
     shapes: Shapes = {fqn: shape for fqn, shape in MODELS["llama"][1].items() if ".1." not in fqn}
     placed = place_all(shapes, default_mesh(pp=3), builtin_families()["llama"])
-    assert "1 layers below the highest number are not there: 1" in placed.notes
+    assert "1 layer below the highest number is not there: 1" in placed.notes
     assert list(held(placed, shapes, "model.layers.2.input_layernorm.weight")) == [2]
 
 

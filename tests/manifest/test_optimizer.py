@@ -149,7 +149,7 @@ def test_numbers_stay_numbers_when_two_readings_fit() -> None:
     view = only_view(manifest_of(tensors, group_blobs([(FIRST, [0])])))
     assert view.names == {}
     assert list(view.named()) == [0]
-    assert "do not match 1 numbers with 2 model tensors" in view.evidence[-1]
+    assert "do not match 1 number with 2 model tensors" in view.evidence[-1]
 
 
 def test_parameters_without_state_are_listed() -> None:

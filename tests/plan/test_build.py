@@ -102,7 +102,7 @@ def test_missing_tensor_and_wrong_shape_are_named() -> None:
     small = make_source({"w": np.zeros(2, np.float32)}, {"w": [whole(2)]}).manifest
     other = make_source({"v": np.zeros(2, np.float32)}, {"v": [whole(2)]}).manifest
     large = make_source({"w": np.zeros(3, np.float32)}, {"w": [whole(3)]}).manifest
-    with pytest.raises(LayoutError, match="1 target tensors have no source: 'w'"):
+    with pytest.raises(LayoutError, match="1 target tensor has no source: 'w'"):
         make_plan(other, small, limits=limits())
     with pytest.raises(LayoutError, match=r"w: shapes differ, expected \[3\], got \[2\]"):
         make_plan(small, large, limits=limits())

@@ -214,7 +214,7 @@ class TestR10SameKey:
         for command in (["reshard", source, tmp_path / "out", "--dp", "2"], ["export", source, tmp_path / "out"]):
             refused = ckpt(*command)
             assert refused.status == 3
-            assert "1 tensors differ between ranks and nothing says how they join (w)" in refused.err
+            assert "1 tensor differs between ranks and nothing says how they join (w)" in refused.err
             assert "--unequal 'w=concat:0'" in refused.err
             assert "--unequal first" in refused.err
             assert "--exclude 'w'" in refused.err
@@ -233,7 +233,7 @@ class TestR10SameKey:
         source = self.source(tmp_path / "source")
         done = ckpt("reshard", source, tmp_path / "out", "--dp", "3", "--unequal", "concat:0")
         assert done.status == 0
-        assert "1 tensors of ranks are put one behind another, as --unequal says: w along 0" in done.text
+        assert "1 tensor of ranks is put one behind another, as --unequal says: w along 0" in done.text
         assert values(tmp_path / "out", "w") == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
         assert values(tmp_path / "out", "b") == [1.0, 1.0]
 

@@ -24,7 +24,7 @@ def test_r94_what_has_no_digest_is_told(tmp_path: Path, ckpt: Ckpt) -> None:
     ran = ckpt("verify", tmp_path / "two.safetensors", "--manifest", manifest)
     assert ran.status == 0
     assert "b has no recorded digest, so that nothing proves its content" in ran.text
-    assert "1 of 1 recorded tensors are here with the recorded content" in ran.text
+    assert "1 of 1 recorded tensor is here with the recorded content" in ran.text
     assert ckpt("verify", tmp_path / "two.safetensors", "--manifest", manifest, "--require-all").status == 1
     assert ckpt("verify", tmp_path / "two.safetensors", "--manifest", manifest, "--strict").status == 1
 

@@ -90,7 +90,7 @@ def test_r34_layers_that_are_not_there(ckpt: Ckpt, tmp_path: Path) -> None:
     """R34: a model that has fewer layers than its args say, or lost its output layer, is no whole model."""
     short = put(tmp_path / "short", run_files(Run(), num_layers=3))
     refused = ckpt("export", short, tmp_path / "out")
-    assert (refused.status, "1 layers are missing: 2 (args.num_layers of the checkpoint says 3)" in refused.text) == (
+    assert (refused.status, "1 layer is missing: 2 (args.num_layers of the checkpoint says 3)" in refused.text) == (
         3,
         True,
     )

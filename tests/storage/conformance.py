@@ -77,7 +77,7 @@ class StoreTests:
             store.read("sub/b.bin", 8, 5)
         with pytest.raises(StorageError, match="expected 5 bytes, got 2"):
             store.read_into("sub/b.bin", 8, memoryview(bytearray(5)))
-        with pytest.raises(StorageError, match="expected 1 bytes, got 0"):
+        with pytest.raises(StorageError, match="expected 1 byte, got 0"):
             store.read("sub/b.bin", 100, 1)
         with pytest.raises(StorageError, match="got 2"):
             store.fetch([FileRange("a.bin", 0, 1), FileRange("sub/b.bin", 8, 5)])

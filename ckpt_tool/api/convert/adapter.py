@@ -15,6 +15,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.safetensors.index_file import READER
 from ckpt_tool.layout.names import Spelling, spellings
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.store import Listing
 
@@ -51,7 +52,11 @@ def with_adapter(base: Checkpoint, adapter: Checkpoint, memory_budget_bytes: int
     joined = Checkpoint(base.url, source, READER, manifest, memory_budget_bytes)
     twice = sorted(path for path in there.sizes if path in own)
     notes = [
-        f"{adapter.url}: {len(held):,} files of tensors put beside those of {base.url}, {pairs}; nothing is added up"
+        (
+            f"{adapter.url}: {counted(len(held), 'file')} of tensors put beside those of {base.url}, {pairs}; nothing "
+            "is "
+            "added up"
+        )
     ]
     if twice:
         notes.append(f"{', '.join(twice)} of the adapter: left out, the base has files of these names")
@@ -122,7 +127,7 @@ def _check_fit(base: Manifest, adapter: Manifest) -> str:
                 )
     if not n_factors + n_saved:
         raise LayoutError(f"none of its tensors adapts one of {base.root}", where=adapter.root)
-    return f"{n_factors:,} factors of weights and {n_saved:,} weights in their place"
+    return f"{counted(n_factors, 'factor')} of weights and {counted(n_saved, 'weight')} in their place"
 
 
 def _places(base: Manifest, fqn: str) -> Iterator[tuple[Spelling, int]]:

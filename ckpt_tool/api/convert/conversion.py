@@ -29,6 +29,7 @@ from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.describe import plan_json
 from ckpt_tool.plan.model import Cast, Plan
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local
 from ckpt_tool.storage.zeros import with_zeros
@@ -189,7 +190,11 @@ class Conversion:
             table = digest_table(self.layout.manifest, report.digests)
             write_manifest(table, manifest_url)
             n_bare = len(self.layout.manifest.tensors) - len(table.rows)
-            notes += (f"{n_bare:,} tensors have no digest: they are stored in parts that overlap",) if n_bare else ()
+            notes += (
+                (f"{counted(n_bare, 'tensor', 'have')} no digest: they are stored in parts that overlap",)
+                if n_bare
+                else ()
+            )
         return ConversionResult(
             target_url=self.target_url,
             format=self.layout.manifest.format,

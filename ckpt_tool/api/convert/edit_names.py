@@ -13,6 +13,7 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.select import matching
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["NameChanges", "NewNames", "new_names", "parse_rename"]
 
@@ -95,7 +96,7 @@ def new_names(manifest: Manifest, changes: NameChanges) -> NewNames:
     kept = {fqn: mapped(fqn) for fqn in fqns if fqn not in going}
     kept_objects = {fqn: mapped(fqn) for fqn in objects if fqn not in going}
     if not kept:
-        raise NotFound(f"none of {len(fqns):,} tensors is left", where=manifest.root)
+        raise NotFound(f"none of {counted(len(fqns), 'tensor')} is left", where=manifest.root)
     _check_collisions((*kept.items(), *kept_objects.items()), manifest.root)
     return NewNames(kept, kept_objects, tuple(Dropped(fqn, why) for fqn, why in going.items()))
 

@@ -25,6 +25,7 @@ from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["HfNames", "NamesOptions", "names_options", "with_hf_names"]
 
@@ -127,7 +128,11 @@ def with_hf_names(
         paths = (*roots, *result.tensors.paths[len(roots) :])
         result = result.replace(tensors=replace(result.tensors, paths=paths))
     views = (*renaming.views, *renaming_views(manifest, [(fqn, fqn) for fqn in kept]))
-    notes = [f"{len(fqns):,} tensors become {len(renaming.views):,}: {found.evidence}", *renaming.notes, *vocab_notes]
+    notes = [
+        f"{counted(len(fqns), 'tensor', 'become')} {len(renaming.views):,}: {found.evidence}",
+        *renaming.notes,
+        *vocab_notes,
+    ]
     notes += _output_layer_notes(checkpoint.manifest, {view.fqn for view in renaming.views}, is_whole=is_whole)
     written = _config(checkpoint, found.naming, renaming.views, is_whole=is_whole and has_config)
     notes += written.notes

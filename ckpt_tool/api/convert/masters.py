@@ -7,6 +7,7 @@ from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.errors import NotFound
 from ckpt_tool.manifest.masters import with_masters
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["of_masters"]
 
@@ -27,5 +28,8 @@ def of_masters(checkpoint: Checkpoint, manifest: Manifest) -> tuple[Manifest, li
         )
     kept = set(found.tensors.fqns)
     dropped = [Dropped(fqn, "optimizer state") for fqn in manifest.tensors.fqns if fqn not in kept]
-    note = f"{n_weights - n_without:,} weights are the optimizer's fp32 masters; {n_without:,} tensors have none"
+    note = (
+        f"{counted(n_weights - n_without, 'weight', 'are')} the optimizer's fp32 masters; "
+        f"{counted(n_without, 'tensor', 'have')} none"
+    )
     return found, dropped, [note]

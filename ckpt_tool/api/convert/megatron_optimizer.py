@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.optimizer import ParameterGroup
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["MegatronOptimizer", "megatron_optimizer"]
 
@@ -76,7 +77,8 @@ def megatron_optimizer(
         "(others are written with --arg lr=X --arg min_lr=X)"
     )
     notes.append(
-        f"the schedule stands at {n_samples:,} samples ({evidence}); --override-opt_param-scheduler takes all else of "
+        f"the schedule stands at {counted(n_samples, 'sample')} ({evidence}); --override-opt_param-scheduler takes "
+        "all else of "
         "it from the run"
     )
     schedule = _schedule(arguments, max_lr, min_lr, decay, n_samples)
@@ -100,10 +102,11 @@ def _samples(arguments: Mapping[str, Any], blobs: Sequence[Blob], step: int) -> 
     for name in ("consumed_train_samples", "global_batch_size"):
         given = arguments.get(name)
         if type(given) is int:
-            return (given, name) if name[0] == "c" else (step * given, f"{step:,} steps of global_batch_size {given:,}")
-    counted = next((blob.value for blob in blobs if blob.fqn == _SAMPLES and type(blob.value) is int), None)
-    if counted is not None:
-        return counted, f"{_SAMPLES} of the source"
+            is_total = name == "consumed_train_samples"
+            return (given, name) if is_total else (step * given, f"{counted(step, 'step')} of {name} {given:,}")
+    seen = next((blob.value for blob in blobs if blob.fqn == _SAMPLES and type(blob.value) is int), None)
+    if seen is not None:
+        return seen, f"{_SAMPLES} of the source"
     return 0, "nothing says how many were seen: --arg global_batch_size=N does"
 
 

@@ -43,6 +43,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.manifest.vocabulary import padded_size
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["MegatronOptions", "as_megatron"]
 
@@ -178,9 +179,12 @@ def _from_config(
     views = [_in_model(view) for view in renaming.views]
     n_tokens, n_rows = arguments["vocab_size"], arguments["padded_vocab_size"]
     notes += [
-        f"{len(shapes):,} tensors become {len(views):,}: {naming.name}, read backwards ({where})",
+        f"{counted(len(shapes), 'tensor', 'become')} {len(views):,}: {naming.name}, read backwards ({where})",
         *renaming.notes,
-        f"the vocabulary of {n_tokens:,} is padded to {n_rows:,} rows: {divisor} (make_vocab_size_divisible_by) x {tp}",
+        (
+            f"the vocabulary of {n_tokens:,} is padded to {counted(n_rows, 'row')}: {divisor} "
+            f"(make_vocab_size_divisible_by) x {tp}"
+        ),
         *translated.notes,
     ]
     objects: tuple[Blob, ...] = ()
@@ -229,7 +233,8 @@ def _of_masters(manifest: Manifest, states: WeightStates, n_without: int) -> Ite
     else:
         kinds = {manifest.tensor(fqn).dtype.name for fqn in states.tensors}
         yield (
-            f"{n_without:,} of {n_weights:,} weights have no master in the source: their masters are the weights "
+            f"{counted_of(n_without, n_weights, 'weight', 'have')} no master in the source: their masters are the "
+            "weights "
             f"themselves ({', '.join(sorted(kinds))}), exact in float32"
         )
 
@@ -268,7 +273,8 @@ def _states(views: Sequence[View], held: Mapping[str, Mapping[str, str]]) -> lis
     lacking = [key for key in without if rules.cut(_within_layer(key)) != "buffer"]
     if lacking:
         raise LayoutError(
-            f"{len(lacking):,} weights have no optimizer state, which Megatron asks for: {', '.join(lacking[:4])}",
+            f"{counted(len(lacking), 'weight', 'have')} no optimizer state, which Megatron asks for: "
+            f"{', '.join(lacking[:4])}",
             hint="leave the state out: --include with a pattern of the weights' names",
         )
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.layout.mesh import Mesh, default_mesh, parse_mesh
 from ckpt_tool.layout.place import AXES
+from ckpt_tool.sizes import counted
 
 __all__ = ["DATA_AXES", "asked_mesh", "data_size", "mesh_of"]
 
@@ -58,7 +59,8 @@ def mesh_of(
         raise UsageError("experts of their own tensor-parallel size are Megatron's alone", hint="leave out --etp")
     if tp * dp % (ep * etp):
         raise UsageError(
-            f"a stage has {tp * dp:,} ranks (tp={tp}, dp={dp}), experts need a multiple of {ep * etp:,} (ep={ep}, "
+            f"a stage has {counted(tp * dp, 'rank')} (tp={tp}, dp={dp}), experts need a multiple of {ep * etp:,} "
+            f"(ep={ep}, "
             f"etp={etp})",
             hint=f"use --dp {ep * etp}",
         )

@@ -14,6 +14,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Carried", "by_name", "carry_rank_state", "without"]
 
@@ -72,7 +73,8 @@ def carry_rank_state(
     if policy is None:
         fqn, why = next(iter(moved.items()))
         raise UsageError(
-            f"{len(moved):,} entries hold the state of single ranks ({', '.join(sorted(moved)[:4])}): {fqn} is {why}, "
+            f"{counted(len(moved), 'entry', 'hold')} the state of single ranks ({', '.join(sorted(moved)[:4])}): "
+            f"{fqn} is {why}, "
             "so data or random numbers would be repeated or skipped",
             hint="say --rank-state drop (start them afresh) or --rank-state keep (carry them as they are)",
         )

@@ -45,6 +45,7 @@ from ckpt_tool.layout.place import place
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.apart import check_apart
 
 __all__ = ["prepare_reshard", "reshard"]
@@ -153,7 +154,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
     if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
         raise UsageError(
-            f"{to} holds whole tensors, not the {target_mesh.world_size:,} ranks of {target_mesh}",
+            f"{to} holds whole tensors, not the {counted(target_mesh.world_size, 'rank')} of {target_mesh}",
             hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
         )
     has_own_names = isinstance(writer, PlacingWriter | ArrangingWriter)

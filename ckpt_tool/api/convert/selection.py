@@ -92,7 +92,7 @@ def select_tensors(
     if missing:
         named = ", ".join(str(path) for path in missing[:3])
         raise CoverageError(
-            f"tensors of {len(missing):,} missing files would be lost: {named}",
+            f"tensors of {counted(len(missing), 'missing file')} would be lost: {named}",
             where=checkpoint.url,
             hint=f'fetch them; "ckpt verify {checkpoint.url}" lists all',
         )

@@ -15,6 +15,7 @@ from ckpt_tool.api.rules import rules_for
 from ckpt_tool.layout.resolve import rows_of_kind
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["groups_of_shared_bytes", "without_tied"]
 
@@ -33,7 +34,7 @@ def without_tied(
     says_tied = bool(manifest.info.get("config", {}).get("tie_word_embeddings"))
     if tied == "keep" or (tied == "auto" and not says_tied):
         named = "; ".join(" = ".join(group) for group in shared[:3])
-        groups = "1 group" if len(shared) == 1 else f"{len(shared):,} groups"
+        groups = "1 group" if len(shared) == 1 else f"{counted(len(shared), 'group')}"
         said = f"{groups} of tensors share their bytes and are each written: {named}"
         return manifest, (), (said,) if shared else ()
     why = {fqn: f"shares its bytes with {group[0]}" for group in shared for fqn in group[1:]}

@@ -33,6 +33,7 @@ from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.optimizer import ParameterGroup
 from ckpt_tool.manifest.tables import SECTIONS
+from ckpt_tool.sizes import counted
 
 __all__ = ["as_torch_training"]
 
@@ -86,12 +87,17 @@ def as_torch_training(
         step = step_of(checkpoint, manifest, blobs, replace(states, steps=steps, groups=_groups(states, blobs)))
         objects = list(_objects(checkpoint, weights, set(without), states, blobs, step))
         if without:
-            notes.append(f"{len(without):,} tensors have no state, as buffers have none: {', '.join(without[:4])}")
+            notes.append(
+                f"{counted(len(without), 'tensor', 'have')} no state, as buffers have none: {', '.join(without[:4])}"
+            )
         n_groups = len({blob.path[2] for blob in objects if blob.path[1] == "param_groups"})
-        notes.append(f"the optimizer is torch's AdamW at step {step:,} in {n_groups} groups of hyperparameters")
+        notes.append(
+            f"the optimizer is torch's AdamW at step {step:,} in {counted(n_groups, 'group')} of hyperparameters"
+        )
     if of_masters:
         notes.append(
-            f"{of_masters:,} weights are the optimizer's masters in float32, as a job of torch keeps them; --dtype "
+            f"{counted(of_masters, 'weight', 'are')} the optimizer's masters in float32, as a job of torch keeps "
+            "them; --dtype "
             "bfloat16 rounds them to the weights that the source's model had"
         )
     if is_whole:
@@ -208,7 +214,8 @@ def _by_decay(checkpoint: Checkpoint, view: View, groups: Sequence[ParameterGrou
     kinds = {repr(_of_adamw(group.hyperparameters, checkpoint)) for group in fitting}
     if len(kinds) != 1:
         raise LayoutError(
-            f"{len(kinds)} groups of the optimizer could have it, and groups do not list their weights", where=key,
+            f"{counted(len(kinds), 'group')} of the optimizer could have it, and groups do not list their weights",
+            where=key,
             hint="take the weights alone: --include 'model.*'",
         )  # fmt: skip
     return fitting[0]

@@ -12,6 +12,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
@@ -64,7 +65,7 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
     if open_:
         names = ", ".join(open_[:4]) + (" ..." if len(open_) > 4 else "")
         raise IntegrityError(
-            f"{len(open_):,} tensors differ between ranks and nothing says how they join ({names}); "
+            f"{counted(len(open_), 'tensor', 'differ')} between ranks and nothing says how they join ({names}); "
             f"{unequal[open_[0]].message}",
             where=checkpoint.url,
             hint=_hint(open_[0], manifest),
@@ -78,7 +79,7 @@ def apply_unequal(manifest: Manifest, dims: Mapping[str, int]) -> tuple[Manifest
         return manifest, ()
     shown = ", ".join(f"{fqn} along {dim}" for fqn, dim in list(dims.items())[:4]) + (" ..." if len(dims) > 4 else "")
     return concatenate_ranks(manifest, dims), (
-        f"{len(dims):,} tensors of ranks are put one behind another, as --unequal says: {shown}",
+        f"{counted(len(dims), 'tensor of ranks', 'are')} put one behind another, as --unequal says: {shown}",
     )
 
 

@@ -61,16 +61,16 @@ def true_vocabulary(
     said, where = recorded_size(checkpoint.manifest.info)
     if given is not None:
         if not 0 < given <= n_rows:
-            raise LayoutError(f"--true-vocab {given:,} does not fit {n_rows:,} rows", where=tables[0].fqn)
+            raise LayoutError(f"--true-vocab {given:,} does not fit {counted(n_rows, 'row')}", where=tables[0].fqn)
         return Fact(given, f"--true-vocab {given}, and {_proof(checkpoint, tables, given, said, where)}"), ()
     if said is None or said >= n_rows:
         return None, ()
     hint = f"--true-vocab {said} drops them"
     if sum(table.dtype.nbytes((table.shape[0] - said) * table.shape[1]) for table in tables) > _MAX_READ_NBYTES:
-        return None, (f"all {n_rows:,} rows of the vocabulary are kept, {where} is {said:,}; {hint}",)
+        return None, (f"all {counted(n_rows, 'row')} of the vocabulary are kept, {where} is {said:,}; {hint}",)
     row = _row_with_values(checkpoint, tables, said)
     if row is not None:
-        kept = f"all {n_rows:,} rows of the vocabulary are kept: {where} is {said:,}, but rows from there on"
+        kept = f"all {counted(n_rows, 'row')} of the vocabulary are kept: {where} is {said:,}, but rows from there on"
         return None, (f"{kept} are not zero; {hint}",)
     evidence = f"{where} of the checkpoint, and rows from there on are zero in {' and '.join(fqns)}"
     return Fact(said, evidence), ()
@@ -134,8 +134,12 @@ def repadded(manifest: Manifest, args: Mapping[str, Any], *, tp: int) -> Padded:
     result = apply_views(manifest, [_with_rows(meta, target) for meta in tables], keep=kept)
     args_now = {**manifest.info.get("args", {}), "padded_vocab_size": target}
     result = result.replace(info={**manifest.info, "args": args_now})
-    change = f"{target - before:,} rows of zeros" if target > before else f"{before - target:,} rows of padding less"
-    note = f"the vocabulary has {target:,} rows ({change} in {counted(len(tables), 'tensor')}): {why}"
+    change = (
+        f"{counted(target - before, 'row')} of zeros"
+        if target > before
+        else f"{counted(before - target, 'row')} of padding less"
+    )
+    note = f"the vocabulary has {counted(target, 'row')} ({change} in {counted(len(tables), 'tensor')}): {why}"
     dropped = [Dropped(f"{meta.fqn}[{target}:{before}]", f"padding: {why}") for meta in tables if target < before]
     return Padded(result, tuple(dropped), (note,))
 
@@ -146,7 +150,8 @@ def _target(before: int, args: Mapping[str, Any], tp: int) -> tuple[int | None, 
     saved_tp = args.get("tensor_model_parallel_size")
     if type(divisor) is not int or divisor < 1 or type(saved_tp) is not int or saved_tp < 1:
         return None, (
-            f"the vocabulary keeps its {before:,} rows: args do not say make_vocab_size_divisible_by and the source's "
+            f"the vocabulary keeps its {counted(before, 'row')}: args do not say make_vocab_size_divisible_by and the "
+            "source's "
             "tensor parallelism; Megatron cuts or fills a difference on loading"
         )
     step, new_step = divisor * saved_tp, divisor * tp
@@ -158,9 +163,9 @@ def _target(before: int, args: Mapping[str, Any], tp: int) -> tuple[int | None, 
         target = max(padded_size(n, divisor, tp) for n in sizes)
         return target, f"args.vocab_size {n_tokens:,} in multiples of {divisor} times {tp} tensor-parallel ranks"
     if before % step == 0 and new_step % step == 0:
-        return padded_size(before, divisor, tp), f"{before:,} rows in multiples of {divisor} times {tp} ranks"
+        return padded_size(before, divisor, tp), f"{counted(before, 'row')} in multiples of {divisor} times {tp} ranks"
     return None, (
-        f"the vocabulary keeps its {before:,} rows: args do not tell how many tokens are in them "
+        f"the vocabulary keeps its {counted(before, 'row')}: args do not tell how many tokens are in them "
         f"(vocab_size is {n_tokens!r}); Megatron cuts or fills the difference on loading"
     )
 

@@ -181,9 +181,8 @@ class _Run:
         parents = sorted({step.parent for step in files if step.path}, key=natural)
         if len(parents) > 1:
             shown = ", ".join(parent or "." for parent in parents[:3])
-            self.notes += (
-                f"steps of {len(parents):,} folders are listed together: {shown}; give one for its own newest",
-            )
+            folders = counted(len(parents), "folder")
+            self.notes += (f"steps of {folders} are listed together: {shown}; give one for its own newest",)
         self._families = {step.path: families(step) for step in self.files if step.path and not step.is_file}
 
     def _by_trackers(self, files: Sequence[StepFiles]) -> dict[str, int]:
@@ -201,7 +200,7 @@ class _Run:
             return []
         if not folders:
             hint = 'name the folder that the steps lie in; "ckpt inspect" looks at a single checkpoint'
-            raise NotFound(f"no step of a run among {len(listing.sizes):,} files", where=self._url, hint=hint)
+            raise NotFound(f"no step of a run among {counted(len(listing.sizes), 'file')}", where=self._url, hint=hint)
         if "" in folders:
             self.notes += ("it is one checkpoint, no run with steps",)
         else:
@@ -285,7 +284,7 @@ class _Run:
         for family in sorted(set().union(*others) - own):
             n = sum(family in other for other in others)
             if n >= 2 and 4 * n > 3 * len(others) and _STATE.search(family):
-                yield f"lacks {family}, which {n:,} other steps have"
+                yield f"lacks {family}, which {counted(n, 'other step', 'have')}"
 
     def _uncommitted(self, files: StepFiles, found: Judgement) -> Iterator[str]:
         """A tracker that was not moved on is all that tells of some formats that a save did not end."""

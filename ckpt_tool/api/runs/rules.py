@@ -223,7 +223,7 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
     names, total = set(index.files), index.total_size
     missing = sorted(name for name in names if name not in listing.sizes)
     if missing:
-        yield f"{path} names {len(missing):,} of {len(names):,} files that are missing: {_some(missing)}"
+        yield f"{path} names {len(missing):,} of {counted(len(names), 'file')} that are missing: {_some(missing)}"
     elif isinstance(total, int) and (held := sum(listing.sizes[name] for name in names)) < total:
         yield f"the shards of {path} have {format_bytes(held)} together, expected at least {format_bytes(total)}"
 
@@ -249,7 +249,7 @@ def _by_tail(source: Source, path: str) -> Iterator[str]:
             return
         end = max(ends, default=0)
         if nbytes < 8 + length + end:
-            yield f"{path} is cut: {nbytes:,} bytes, expected {8 + length + end:,}"
+            yield f"{path} is cut: {counted(nbytes, 'byte')}, expected {8 + length + end:,}"
 
 
 def _by_names(step: StepFiles) -> Iterator[str]:
@@ -293,7 +293,10 @@ def _grids(step: StepFiles) -> Iterator[str]:
         missing = [each for each in product(*map(range, sizes)) if each not in numbers]
         if missing:
             example = _pattern_of(sample[1])
-            yield f"{len(missing):,} of {len(missing) + len(numbers):,} files {example} are missing: {_some(missing)}"
+            yield (
+                f"{len(missing):,} of {counted(len(missing) + len(numbers), 'file')} {example} are missing: "
+                f"{_some(missing)}"
+            )
     has_index = any(_INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
     for pattern in (_OF_WORLD, _OF_SHARDS):
         if has_index and pattern is _OF_SHARDS:
@@ -311,7 +314,7 @@ def _grids(step: StepFiles) -> Iterator[str]:
             lost = sorted(set(range(first, int(total) + first)) - have) if int(total) <= len(step.sizes) * 64 else [0]
             if lost and sample is not None:
                 example = _pattern_of(sample[1], 3 if pattern is _OF_WORLD else 2)
-                yield f"{len(lost):,} of {int(total):,} files {example} are missing: {_some(lost)}"
+                yield f"{len(lost):,} of {counted(int(total), 'file')} {example} are missing: {_some(lost)}"
 
 
 def _pattern_of(match: re.Match[str], *groups: int) -> str:

@@ -21,6 +21,7 @@ from ckpt_tool.manifest.digest import ContentDigest, crc32_of_zeros
 from ckpt_tool.manifest.digest_table import DigestTable
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["DigestSide", "diff_digests"]
 
@@ -175,7 +176,10 @@ def _padded(a: ContentDigest, b: ContentDigest) -> Reason | None:
     nbytes = dtype.nbytes((long.shape[0] - short.shape[0]) * prod(short.shape[1:]))
     if crc32_combine(short.crc32, crc32_of_zeros(nbytes), nbytes) != long.crc32:
         return None
-    rows = f"{short.shape[0]:,} rows are the same, and {long.shape[0] - short.shape[0]:,} behind them are zeros"
+    rows = (
+        f"{counted(short.shape[0], 'row', 'are')} the same, and {long.shape[0] - short.shape[0]:,} behind them are "
+        "zeros"
+    )
     return Reason("padding-rows", rows)
 
 

@@ -9,6 +9,7 @@ from ckpt_tool.api.trust.pairing import is_noise
 from ckpt_tool.errors import CoverageError, NotFound
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
+from ckpt_tool.sizes import counted
 
 __all__ = ["DiffRows", "select_rows"]
 
@@ -20,7 +21,8 @@ class DiffRows:
         missing = manifest.info.get("missing_files") or ()
         if missing:
             raise CoverageError(
-                f"{len(missing):,} files are missing, and which tensors they held is not known: {missing[0]}",
+                f"{counted(len(missing), 'file', 'are')} missing, and which tensors they held is not known: "
+                f"{missing[0]}",
                 where=url,
                 hint=f'fetch them; "ckpt verify {url}" lists all',
             )

@@ -20,6 +20,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["DigestCheck", "as_manifest", "check_digests"]
 
@@ -135,7 +136,9 @@ def _mismatches(checkpoint: Checkpoint, recorded: DigestTable, pairing: Pairing,
             said += f"; it is what is recorded for {owner}"
         yield Finding("digest-mismatch", Severity.ERROR, said, fqn)
     sums = "CRC-32 and 128-bit sums" if recorded.is_wide else "CRC-32"
-    said = f"{n_equal:,} of {len(recorded.rows):,} recorded tensors are here with the recorded content ({sums})"
+    said = (
+        f"{counted_of(n_equal, len(recorded.rows), 'recorded tensor', 'are')} here with the recorded content ({sums})"
+    )
     yield Finding("digests-compared", Severity.INFO, said)
     for note in pairing.notes:
         yield Finding("names-paired", Severity.INFO, note)
@@ -156,7 +159,9 @@ def _padding(checkpoint: Checkpoint, fqn: str, found: ContentDigest, expected: C
         nbytes = (expected.shape[0] - n_rows) * row_nbytes
         if crc32_combine(found.crc32, crc32_of_zeros(nbytes), nbytes) != expected.crc32:
             return None
-        return f"has {n_rows:,} rows with the recorded content, of {expected.shape[0]:,}; the others were zeros"
+        return (
+            f"has {counted(n_rows, 'row')} with the recorded content, of {expected.shape[0]:,}; the others were zeros"
+        )
     value = 0
     step = max(_SLAB_BYTES // max(row_nbytes, 1), 1)
     for first in range(0, n_rows, step):
@@ -165,7 +170,9 @@ def _padding(checkpoint: Checkpoint, fqn: str, found: ContentDigest, expected: C
         value = crc32(np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data, value)
     if value != expected.crc32:
         return None
-    return f"has {found.shape[0]:,} rows, the first {n_rows:,} with the recorded content; the others are padding"
+    return (
+        f"has {counted(found.shape[0], 'row')}, the first {n_rows:,} with the recorded content; the others are padding"
+    )
 
 
 def _difference(found: ContentDigest, expected: ContentDigest) -> str:
@@ -210,7 +217,7 @@ def _file_findings(recorded: DigestTable, found: Sequence[FileDigest]) -> Iterat
         if got is None:
             yield _file_finding(expected, f"{expected.path} is recorded, and not here")
         elif got.nbytes != expected.nbytes:
-            sizes = f"expected {expected.nbytes:,} bytes, got {got.nbytes:,}"
+            sizes = f"expected {counted(expected.nbytes, 'byte')}, got {got.nbytes:,}"
             yield _file_finding(expected, f"{expected.path} has another size than recorded, {sizes}")
         elif got != expected:
             sums = [each.sha256 or f"{each.crc32:08x}" for each in (expected, got)]
@@ -225,5 +232,8 @@ def _file_finding(file: FileDigest, said: str) -> Finding:
 def _other_files(recorded: DigestTable) -> Iterator[Finding]:
     if recorded.files:
         n = len(recorded.files)
-        said = f"the {n:,} recorded files are those of another copy ({recorded.format}); only tensors were compared"
+        said = (
+            f"the {counted(n, 'recorded file', 'are')} those of another copy ({recorded.format}); only tensors were "
+            "compared"
+        )
         yield Finding("other-files", Severity.INFO, said)

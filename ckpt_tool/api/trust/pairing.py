@@ -12,6 +12,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["NameMap", "Pairing", "is_noise", "name_map", "pair_tensors"]
 
@@ -104,7 +105,9 @@ def pair_tensors(
     notes: tuple[str, ...] = ()
     if met:
         one, other = a.tensors.fqns[met[0].row_a], b.tensors.fqns[met[0].row_b]
-        text = f"{len(met):,} tensors were paired without outer keys and wrapper prefixes: {one} with {other}"
+        text = (
+            f"{counted(len(met), 'tensor', 'were')} paired without outer keys and wrapper prefixes: {one} with {other}"
+        )
         notes = (text,)
     return Pairing(
         (*pairs, *met),

@@ -11,6 +11,7 @@ from ckpt_tool.compare.report import TensorDiff
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Compared", "compare_with"]
 
@@ -46,7 +47,7 @@ def compare_with(
     lone = Severity.ERROR if require_all or not n_both else Severity.WARNING
     findings = [_finding(tensor, report.b.url, lone) for tensor in report.tensors if tensor.status != "same"]
     n_same = report.counts["same"]
-    said = f"{n_same:,} of {n_both:,} tensors that both have are bit for bit those of {report.b.url}"
+    said = f"{n_same:,} of {counted(n_both, 'tensor')} that both have are bit for bit those of {report.b.url}"
     return Compared((*findings, Finding("compared", Severity.INFO, said)), report.compared_nbytes)
 
 
@@ -68,6 +69,6 @@ def _finding(tensor: TensorDiff, other: str, lone: Severity) -> Finding:
             tensor.fqn,
         )
     counts = tensor.measures
-    share = "" if counts is None else f" in {counts.n_differing:,} of {counts.n_compared:,} elements"
+    share = "" if counts is None else f" in {counts.n_differing:,} of {counted(counts.n_compared, 'element')}"
     first = "" if counts is None or counts.first_index is None else f", the first at {list(counts.first_index)}"
     return Finding("differs", severity, f"{tensor.fqn} differs from {other}{share}{first}{reason}", tensor.fqn)

@@ -21,6 +21,7 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.plan.shared_boxes import shared_boxes
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Assigned", "GlobalState", "MayCut", "assign"]
 
@@ -101,7 +102,7 @@ class GlobalState:
             found = coverage(tensors.shape_of(row), boxes.offsets[mine, :ndim], boxes.sizes[mine, :ndim], limit=1)
             hole = f", the first are {found.gaps[0]}" if found.gaps else ""
             raise CoverageError(
-                f"no rank has {found.missing_elements:,} of {int(tensors.numel[row]):,} elements{hole}",
+                f"no rank has {found.missing_elements:,} of {counted(int(tensors.numel[row]), 'element')}{hole}",
                 where=tensors.fqns[row],
                 hint="all ranks that hold a part of the state must take part in the save",
             )

@@ -24,6 +24,7 @@ from ckpt_tool.manifest.digest_table import DigestRow, DigestTable
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.shared_folder import SharedTarget
 
 __all__ = ["Coordinator", "Stale"]
@@ -90,7 +91,7 @@ class Coordinator:
         """
         entries = sorted(report.done, key=lambda entry: int(entry["rank"]))
         if [entry["rank"] for entry in entries] != list(range(self._size)):
-            raise StorageError(f"expected word from {self._size:,} ranks, got {len(entries):,}")
+            raise StorageError(f"expected word from {counted(self._size, 'rank')}, got {len(entries):,}")
         places = {(entry["url"], entry["format"]): entry["rank"] for entry in reversed(entries)}
         if len(places) > 1:
             what = "to different places" if len({url for url, _ in places}) > 1 else "in different formats"

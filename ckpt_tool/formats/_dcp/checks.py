@@ -18,6 +18,7 @@ from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.decode import decoded_blocks
 
 __all__ = ["checksums", "file_findings", "item_of"]
@@ -145,10 +146,14 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     for path in sorted(holds):
         nbytes = listing.sizes.get(path)
         if nbytes is None:
-            message = f"the file is missing; it holds parts of {len(holds[path]):,} entries: {_named(holds[path])}"
+            message = (
+                f"the file is missing; it holds parts of {counted(len(holds[path]), 'entry')}: {_named(holds[path])}"
+            )
             yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, ends[path]))
         elif ends[path] > nbytes:
-            message = f"the file has {nbytes:,} bytes, expected {ends[path]:,}: {ends[path] - nbytes:,} are missing"
+            message = (
+                f"the file has {counted(nbytes, 'byte')}, expected {ends[path]:,}: {ends[path] - nbytes:,} are missing"
+            )
             yield Finding("cut-file", Severity.ERROR, message, where=FileRange(path, nbytes, ends[path] - nbytes))
     folders = {"", *(path.rpartition("/")[0] for path in holds)}
     for path in listing.paths:
@@ -156,7 +161,9 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
             continue
         # A rank with nothing to write leaves an empty file, which nothing refers to.
         if path not in holds and listing.nbytes(path):
-            message = f"{listing.nbytes(path):,} bytes that the metadata does not refer to: left by an earlier save?"
+            message = (
+                f"{counted(listing.nbytes(path), 'byte')} that the metadata does not refer to: left by an earlier save?"
+            )
             yield Finding("unknown-file", Severity.WARNING, message, where=FileRange(path, 0, listing.nbytes(path)))
 
 

@@ -15,6 +15,7 @@ from ckpt_tool.formats._zip.directory import Read, is_big_endian, payload_offset
 from ckpt_tool.formats._zip.head import parse_item_head
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["HEAD_NBYTES", "ItemHeads", "Payload", "is_zip", "payload_from_directory"]
 
@@ -122,7 +123,7 @@ def payload_from_directory(read: Read, nbytes: int, where: str) -> Payload:
         raise Unsupported("the tensor's bytes are compressed within the zip", where=where)
     if member.nbytes < tensor.storage.nbytes:
         raise FormatError(
-            f"the storage has {member.nbytes:,} bytes, the pickle says {tensor.storage.nbytes:,}", where=where
+            f"the storage has {counted(member.nbytes, 'byte')}, the pickle says {tensor.storage.nbytes:,}", where=where
         )
     start = payload_offset(read, member, where=where)
     return _place(tensor, start, is_big_endian=is_big_endian(read, directory, where=where))

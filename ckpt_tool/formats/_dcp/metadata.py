@@ -23,6 +23,7 @@ from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.nodes import Fields, Global, Stub
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "METADATA_NAME",
@@ -235,7 +236,7 @@ def _storage(records: dict[Any, Any], path: str) -> Storage:
         raise FormatError("the storage of a chunk has offsets that are no whole numbers", where=path)
     row = dict(zip(zip(fqns, offsets, strict=True), range(len(records)), strict=True))
     if len(row) != len(records):
-        raise FormatError(f"{len(records) - len(row):,} chunks have two storage records", where=path)
+        raise FormatError(f"{counted(len(records) - len(row), 'chunk', 'have')} two storage records", where=path)
     offset, length = (np.array(column, dtype=np.int64) for column in numbers)
     return Storage(row, paths, offset, length, transforms)
 

@@ -21,6 +21,7 @@ from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable, pad_shapes
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["Tables", "rank_of", "tabulate"]
@@ -171,7 +172,7 @@ class _Rows:
             row = int(wrong[0])
             raise FormatError(
                 f"chunk at {list(self.offsets[row])} of sizes {list(self.sizes[row])} does not lie inside the tensor's "
-                f"shape {list(tensors.shape_of(int(tensor[row])))} ({len(wrong):,} such chunks)",
+                f"shape {list(tensors.shape_of(int(tensor[row])))} ({counted(len(wrong), 'such chunk')})",
                 where=tensors.fqns[tensor[row]],
             )
         none = np.zeros(0, dtype=np.int64)

@@ -17,6 +17,7 @@ from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.emit import REDUCED, Call
 from ckpt_tool.formats._pickle.nodes import DefaultMap, Fields, Global, OrderedMap, Size, Stub
 from ckpt_tool.formats._pickle.tensors import StorageRef
+from ckpt_tool.sizes import counted
 
 __all__ = ["dump_pickle"]
 
@@ -318,7 +319,7 @@ _WRITERS: dict[type, Callable[[_Pickler, Any], None]] = {
 
 def _u32(raw: bytes) -> bytes:
     if len(raw) >= 1 << 32:
-        raise Unsupported(f"a single value of {len(raw):,} bytes in a pickle, expected below 4 GiB")
+        raise Unsupported(f"a single value of {counted(len(raw), 'byte')} in a pickle, expected below 4 GiB")
     return struct.pack("<I", len(raw)) + raw
 
 

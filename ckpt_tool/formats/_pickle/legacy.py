@@ -17,6 +17,7 @@ from ckpt_tool.formats._pickle.scan import pickle_end
 from ckpt_tool.formats._pickle.tensors import StorageRef
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["LegacyFile", "is_legacy", "is_legacy_tar", "read_legacy"]
 
@@ -137,6 +138,6 @@ def _check_count(read: Callable[[int, int], bytes], storage: StorageRef, offset:
     n_elements = int.from_bytes(read(offset, 8), "little", signed=True)
     if n_elements != storage.numel:
         raise FormatError(
-            f"storage {storage.key!r} says it has {n_elements:,} elements, expected {storage.numel:,}",
+            f"storage {storage.key!r} says it has {counted(n_elements, 'element')}, expected {storage.numel:,}",
             where=f"{where}:{offset}",
         )

@@ -23,6 +23,7 @@ from ckpt_tool.formats._pickle.nodes import DefaultMap, Global, OrderedMap, Size
 from ckpt_tool.formats._pickle.policy import canonical_module, refusal
 from ckpt_tool.formats._pickle.rebuild import storage_from_id
 from ckpt_tool.formats._pickle.scan import pickle_end
+from ckpt_tool.sizes import counted
 
 __all__ = ["load_pickle", "load_prefix"]
 
@@ -80,7 +81,9 @@ def load_pickle(
     """
     value, used = load_prefix(data, where=where, persistent=persistent, tensors=tensors, classes=classes)
     if used != len(data):
-        raise FormatError(f"{len(data) - used:,} bytes follow the pickle, expected none", where=f"{where}:{used}")
+        raise FormatError(
+            f"{counted(len(data) - used, 'byte', 'follow')} the pickle, expected none", where=f"{where}:{used}"
+        )
     return value
 
 
@@ -143,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
         if key in self._known:
             return self._known[key]
         if len(self._known) >= _MAX_GLOBALS:
-            raise FormatError(f"the pickle names more than {_MAX_GLOBALS:,} classes and functions")
+            raise FormatError(f"the pickle names more than {counted(_MAX_GLOBALS, 'class')} and functions")
         found = self._known[key] = self._stand_in(canonical_module(module), name)
         return found
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.sizes import counted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -238,7 +239,7 @@ def _short(value: object) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= _MAX_REPR else value[:_MAX_REPR] + "...")
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        return f"<int of {value.bit_length():,} bits>"
+        return f"<int of {counted(value.bit_length(), 'bit')}>"
     if value is None or isinstance(value, (bool, int, float, Global)):
         return repr(value)
     if isinstance(value, Stub):

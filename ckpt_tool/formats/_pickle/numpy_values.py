@@ -12,6 +12,7 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global
+from ckpt_tool.sizes import counted
 
 __all__ = ["Array", "NumpyDType", "array_from_buffer", "empty_array", "scalar"]
 
@@ -99,7 +100,9 @@ class Array(np.ndarray[Any, np.dtype[Any]]):
             if dtype.kind != "O":
                 raise Unsupported("a pickled numpy record array holds Python objects")
             if not isinstance(elements, list) or len(elements) != n_elements:
-                raise FormatError(f"a pickled numpy array of objects: expected a list of {n_elements:,} elements")
+                raise FormatError(
+                    f"a pickled numpy array of objects: expected a list of {counted(n_elements, 'element')}"
+                )
             raw = elements
         else:
             raw = _raw(elements, n_elements * dtype.itemsize)
@@ -153,5 +156,7 @@ def _raw(elements: object, nbytes: int) -> bytes:
     if not isinstance(elements, bytes):
         raise FormatError(f"the elements of a pickled numpy array: expected bytes, got {type(elements).__name__}")
     if len(elements) != nbytes:
-        raise FormatError(f"a pickled numpy array: expected {nbytes:,} bytes of elements, got {len(elements):,}")
+        raise FormatError(
+            f"a pickled numpy array: expected {counted(nbytes, 'byte')} of elements, got {len(elements):,}"
+        )
     return elements

@@ -11,6 +11,7 @@ import re
 from functools import lru_cache
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.sizes import counted
 
 __all__ = ["pickle_end"]
 
@@ -55,7 +56,7 @@ def pickle_end(data: bytes, *, where: str, start: int = 0) -> int:
         if run is not None:
             position = run.end()
         if position >= limit:
-            raise FormatError(f"the pickle has no end in {limit - start:,} bytes", where=f"{where}:{limit}")
+            raise FormatError(f"the pickle has no end in {counted(limit - start, 'byte')}", where=f"{where}:{limit}")
         opcode = data[position]
         if opcode == _STOP:
             return position + 1
@@ -72,9 +73,13 @@ def _after(data: bytes, position: int, opcode: int, where: str, memo_limit: int)
         end = header_end + length
         if end > len(data) or header_end > len(data):
             room = max(len(data) - header_end, 0)
-            raise FormatError(f"a value of {length:,} bytes is claimed, expected at most {room:,}", where=place)
+            raise FormatError(
+                f"a value of {counted(length, 'byte')} is claimed, expected at most {room:,}", where=place
+            )
         if opcode in (0x8A, 0x8B) and length > _MAX_LONG_NBYTES:
-            raise FormatError(f"an integer of {length:,} bytes, expected at most {_MAX_LONG_NBYTES:,}", where=place)
+            raise FormatError(
+                f"an integer of {counted(length, 'byte')}, expected at most {_MAX_LONG_NBYTES:,}", where=place
+            )
         return end
     if opcode in _LINES:
         return _after_lines(data, position, opcode, place, memo_limit)
@@ -102,7 +107,9 @@ def _after_lines(data: bytes, position: int, opcode: int, place: str, memo_limit
             raise FormatError("the pickle ends inside a line of text", where=place)
     line = data[position + 1 : end - 1]
     if opcode in _NUMBER_LINES and len(line) > _MAX_NUMBER_LINE:
-        raise FormatError(f"a number of {len(line):,} digits, expected at most {_MAX_NUMBER_LINE:,}", where=place)
+        raise FormatError(
+            f"a number of {counted(len(line), 'digit')}, expected at most {_MAX_NUMBER_LINE:,}", where=place
+        )
     if opcode == _PUT:
         if not line.strip().isdigit():
             raise FormatError("a memo index is not a number", where=place)
@@ -112,7 +119,9 @@ def _after_lines(data: bytes, position: int, opcode: int, place: str, memo_limit
 
 def _check_memo_index(index: int, memo_limit: int, place: str) -> None:
     if index >= memo_limit:
-        raise FormatError(f"memo index {index:,}, expected below the pickle's {memo_limit:,} bytes", where=place)
+        raise FormatError(
+            f"memo index {index:,}, expected below the pickle's {counted(memo_limit, 'byte')}", where=place
+        )
 
 
 def _pattern_limit(memo_limit: int) -> int:

@@ -12,6 +12,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.nodes import Global, refuse_state
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "TENSOR_RECORDS",
@@ -198,7 +199,7 @@ def check_extent(
         FormatError: lengths do not match, a number is negative, or an element lies beyond the storage's end.
     """
     if len(shape) != len(strides):
-        raise FormatError(f"a tensor has {len(shape)} dimensions and {len(strides)} strides")
+        raise FormatError(f"a tensor has {counted(len(shape), 'dimension')} and {counted(len(strides), 'stride')}")
     last = offset
     is_empty = False
     is_negative = offset < 0

@@ -24,6 +24,7 @@ from ckpt_tool.formats._pickle.tensors import (
     TensorRef,
     tensor_text,
 )
+from ckpt_tool.sizes import counted
 
 __all__ = ["leaves", "plain", "storages", "tensor_leaves", "value_leaves", "walk"]
 
@@ -74,7 +75,9 @@ def walk(
         pending = None
         n_values += 1
         if n_values > max_values:
-            raise FormatError(f"the pickle spells out more than {max_values:,} values: its parts contain each other")
+            raise FormatError(
+                f"the pickle spells out more than {counted(max_values, 'value')}: its parts contain each other"
+            )
         if id(value) in inside:
             continue
         entered = parts_of(path, value)
@@ -82,7 +85,7 @@ def walk(
             yield path, value
         else:
             if len(stack) >= _MAX_PATH:  # paths are tuples: much deeper ones would fill the memory
-                raise FormatError(f"the pickle is nested more than {_MAX_PATH:,} levels deep")
+                raise FormatError(f"the pickle is nested more than {counted(_MAX_PATH, 'level')} deep")
             inside.add(id(value))
             stack.append((path, id(value), iter(entered)))
 
@@ -197,7 +200,7 @@ def _atom(value: Any) -> Any:
         text = str(value)
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... {len(text) - _MAX_TEXT:,} more"
     if isinstance(value, int):
-        return value if value.bit_length() <= 256 else f"<int of {value.bit_length():,} bits>"
+        return value if value.bit_length() <= 256 else f"<int of {counted(value.bit_length(), 'bit')}>"
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, (dict, list, tuple, set, frozenset)):
@@ -225,7 +228,7 @@ def _text(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return f"<numpy {value.dtype} {list(value.shape)}>"
     if isinstance(value, (bytes, bytearray)):
-        return f"<{len(value):,} bytes>" if len(value) > 64 else repr(bytes(value))
+        return f"<{counted(len(value), 'byte')}>" if len(value) > 64 else repr(bytes(value))
     if isinstance(value, TENSOR_RECORDS):
         return tensor_text(value)
     if isinstance(value, (Global, NumpyDType, slice, range, complex)):

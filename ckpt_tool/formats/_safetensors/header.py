@@ -19,6 +19,7 @@ from ckpt_tool.dtypes import DTYPES, DType, from_safetensors, opaque
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._content import content_of
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "MAX_HEADER_NBYTES",
@@ -110,7 +111,7 @@ def header_nbytes(head: bytes, file_nbytes: int, where: str) -> int:
         raise FormatError(f"not a safetensors file but {found.what}", where=where, hint=found.fix)
     raise FormatError(
         f"not a safetensors file: expected the length of a JSON header in the first 8 bytes, got {length:,} "
-        f"in a file of {file_nbytes:,} bytes",
+        f"in a file of {counted(file_nbytes, 'byte')}",
         where=where,
     )
 
@@ -129,7 +130,7 @@ def parse_header(head: bytes, file_nbytes: int, where: str, *, is_cut: bool = Fa
     """
     data_start = header_nbytes(head, file_nbytes, where)
     if len(head) < data_start:
-        raise FormatError(f"header of {data_start:,} bytes given only to byte {len(head):,}", where=where)
+        raise FormatError(f"header of {counted(data_start, 'byte')} given only to byte {len(head):,}", where=where)
     listed = _json_object(head[8:data_start], where)
     metadata = _metadata(listed.pop(_METADATA, {}), where)
     entries = sorted((_entry(name, fields, where) for name, fields in listed.items()), key=lambda e: (e.start, e.end))
@@ -182,7 +183,9 @@ def _entry(name: str, fields: Any, where: str) -> Entry:
     if not isinstance(stored_dtype, str) or not isinstance(stored_shape, list):
         raise FormatError(f"{name!r}: dtype {stored_dtype!r} or shape {stored_shape!r} has the wrong type", where=where)
     if len(stored_shape) > _MAX_NDIM:
-        raise FormatError(f"{name!r} has {len(stored_shape)} dimensions, expected at most {_MAX_NDIM}", where=where)
+        raise FormatError(
+            f"{name!r} has {counted(len(stored_shape), 'dimension')}, expected at most {_MAX_NDIM}", where=where
+        )
     if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (*stored_shape, start, end)) or start > end:
         raise FormatError(
             f"{name!r}: shape {stored_shape} and bytes [{start}, {end}) must be ascending counts", where=where
@@ -232,9 +235,12 @@ def _check_extents(
             place = f"{where}:{data_start + min(entry.start, reached)}"
             if last is not None and entry.start < reached:
                 raise FormatError(
-                    f"{entry.name!r} starts {reached - entry.start:,} bytes before {last.name!r} ends", where=place
+                    f"{entry.name!r} starts {counted(reached - entry.start, 'byte')} before {last.name!r} ends",
+                    where=place,
                 )
-            raise FormatError(f"{entry.start - reached:,} bytes before {entry.name!r} belong to no tensor", where=place)
+            raise FormatError(
+                f"{counted(entry.start - reached, 'byte')} before {entry.name!r}, of no tensor", where=place
+            )
         reached = entry.end
         last = entry if entry.nbytes or last is None else last
     if reached > payload_nbytes and last is not None:
@@ -246,7 +252,7 @@ def _check_extents(
         )
     if reached < payload_nbytes:
         raise FormatError(
-            f"{payload_nbytes - reached:,} bytes after the last tensor belong to none",
+            f"{counted(payload_nbytes - reached, 'byte')} after the last tensor, of none",
             where=f"{where}:{data_start + reached}",
         )
     return tuple(aliases)

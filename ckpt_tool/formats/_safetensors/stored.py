@@ -17,6 +17,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable, pad_shapes
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
 __all__ = [
@@ -162,7 +163,8 @@ def header_findings(paths: Sequence[str], headers: Sequence[Header]) -> Iterator
             yield Finding(
                 "large-header",
                 Severity.WARNING,
-                f"{path} has a header of {header.data_start - 8:,} bytes; the reference reader refuses more than "
+                f"{path} has a header of {counted(header.data_start - 8, 'byte')}; the reference reader refuses more "
+                "than "
                 f"{PEER_MAX_HEADER_NBYTES:,} (100 MB)",
                 where=FileRange(path, 0, header.data_start),
             )

@@ -33,6 +33,7 @@ from ckpt_tool.formats._zip.scan import scan_directory
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = [
@@ -147,7 +148,7 @@ def zip_directory(source: Source, path: str) -> tuple[ZipDirectory, Read]:
             "a TorchScript program, not a checkpoint", where=path, hint="save its state_dict() with torch.save"
         )
     if not directory.is_torch:
-        raise Unsupported(f"a zip of {len(directory.members):,} members without data.pkl", where=path)
+        raise Unsupported(f"a zip of {counted(len(directory.members), 'member')} without data.pkl", where=path)
     return directory, window.read
 
 

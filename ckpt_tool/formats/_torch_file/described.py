@@ -10,6 +10,7 @@ from ckpt_tool.formats._torch_file.assemble import Assembly, Part
 from ckpt_tool.formats._torch_file.entries import Entries
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.sizes import counted
 
 __all__ = ["manifest_of", "part_of", "section_by_root"]
 
@@ -44,7 +45,7 @@ def manifest_of(
     tensors, chunks, table = found.rows.tables()
     notes = list(dict.fromkeys([*(note for one in entries for note in one.notes), *found.notes]))
     if len(notes) > _MAX_NOTES:
-        notes = [*notes[:_MAX_NOTES], f"and {len(notes) - _MAX_NOTES:,} more notes of this kind"]
+        notes = [*notes[:_MAX_NOTES], f"and {counted(len(notes) - _MAX_NOTES, 'more note')} of this kind"]
     described: dict[str, Any] = {**_counters(found.blobs), **info}
     int_keyed = list(dict.fromkeys(name for one in entries for name in one.int_keyed))
     if int_keyed:

@@ -11,6 +11,7 @@ from ckpt_tool.formats._torch_file.headers import plain_zips
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["archive_findings", "shared_bytes_findings"]
 
@@ -27,7 +28,8 @@ def archive_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
             yield Finding(
                 "crc-not-recorded",
                 Severity.INFO,
-                f"{entry.path}: {len(without):,} of {len(members):,} storages have no checksum and cannot be verified: "
+                f"{entry.path}: {counted_of(len(without), len(members), 'storage', 'have')} no checksum and cannot be "
+                "verified: "
                 "saved with set_crc32_options(False), or with skip_data, which leaves zeros in place of the data",
                 where=FileRange(entry.path, without[0].header_offset, without[0].nbytes),
             )
@@ -61,5 +63,5 @@ def shared_bytes_findings(manifest: Manifest) -> Iterator[Finding]:
         ]
         if pairs:
             shown = ", ".join(f"{a!r} and {b!r}" for a, b in pairs[:_SHOWN])
-            more = f" and {len(pairs) - _SHOWN:,} more pairs" if len(pairs) > _SHOWN else ""
+            more = f" and {counted(len(pairs) - _SHOWN, 'more pair')}" if len(pairs) > _SHOWN else ""
             yield Finding(kind, Severity.INFO, f"{shown}{more} {what}", fqn=pairs[0][1])

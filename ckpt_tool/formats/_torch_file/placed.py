@@ -21,6 +21,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import PlacementSpec, cut_order, interval_boxes, placement_intervals
 from ckpt_tool.manifest.model import MeshInfo
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Piece", "Placed", "held_boxes", "place", "whole"]
 
@@ -121,7 +122,8 @@ def _dtensor(node: WrapperRef, rank: int | None) -> Placed:
     placements = tuple(_REPLICATE if axis in ragged else _placement(p) for axis, p in enumerate(raw))
     if not len(sizes) == len(coord) == len(placements):
         raise FormatError(
-            f"a DTensor has {len(placements)} placements and the coordinate {coord} on a mesh of {len(sizes)} axes"
+            f"a DTensor has {counted(len(placements), 'placement')} and the coordinate {coord} on a mesh of "
+            f"{len(sizes)} axes"
         )
     order = _shard_order(placements, _attribute(spec, "shard_order"))
     try:
@@ -153,7 +155,10 @@ def _ragged_pieces(
 ) -> tuple[Piece, ...]:
     """Pieces of a rank that holds its share of what the other axes leave it."""
     if len(ragged) > 1 or len(boxes) > 1:
-        raise Unsupported(f"a DTensor with {len(ragged)} ragged placements of {len(boxes)} boxes; expected one of one")
+        raise Unsupported(
+            f"a DTensor with {counted(len(ragged), 'ragged placement')} of {counted(len(boxes), 'box')}; expected one "
+            "of one"
+        )
     placement = raw[ragged[0]]
     dims = _lengths(_attribute(placement, "dims"), "dims of a ragged shard")
     units = _lengths(_attribute(placement, "local_units"), "units of a ragged shard")
@@ -310,7 +315,7 @@ def _sharded_tensor(node: WrapperRef) -> Placed:
             pieces.append(Piece(box, Box.whole(box.sizes), tensor))
     dtypes = dtypes or {node.dtype}
     if len(dtypes) != 1:
-        raise FormatError(f"a ShardedTensor of shape {list(shape)} names {len(dtypes)} dtypes")
+        raise FormatError(f"a ShardedTensor of shape {list(shape)} names {counted(len(dtypes), 'dtype')}")
     claims = [_claim(entry) for entry in _attribute(metadata, "shards_metadata", ())]
     return Placed(
         dtype=_dtype(dtypes.pop()),

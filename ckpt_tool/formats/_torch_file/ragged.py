@@ -16,6 +16,7 @@ from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.flat import flat_boxes
 from ckpt_tool.geometry.runs import contiguous_strides
+from ckpt_tool.sizes import counted
 
 __all__ = ["RAGGED", "ragged_boxes"]
 
@@ -48,7 +49,8 @@ def ragged_boxes(
     stop = numel // total * sum(units[: part + 1])
     if local.numel != stop - start or not local.is_contiguous:
         raise FormatError(
-            f"a ragged shard of units {list(units)} at {part} holds {stop - start:,} elements of {list(held.sizes)}, "
+            f"a ragged shard of units {list(units)} at {part} holds {counted(stop - start, 'element')} of "
+            f"{list(held.sizes)}, "
             f"its local tensor has {local.numel:,}"
         )
     strides = contiguous_strides(held.sizes)

@@ -12,6 +12,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["replica_findings"]
 
@@ -43,7 +44,8 @@ def replica_findings(source: Source, manifest: Manifest, fqns: Sequence[str]) ->
             yield Finding(
                 "different-replicas",
                 Severity.WARNING if meta.section == "other" else Severity.ERROR,
-                f"{fqn!r}: same key, different bytes, no placement: {len(values):,} distinct values in {len(rows):,} "
+                f"{fqn!r}: same key, different bytes, no placement: {counted(len(values), 'distinct value')} in "
+                f"{len(rows):,} "
                 f"files, such as those of rank {int(chunks.rank[first[0]])} and rank {int(chunks.rank[second[0]])}",
                 fqn=fqn,
                 where=where,

@@ -11,6 +11,7 @@ from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, Read
 from ckpt_tool.formats._zip.head import ItemHead, parse_item_head
+from ckpt_tool.sizes import counted
 
 __all__ = ["salvage_text", "storage_sizes"]
 
@@ -34,7 +35,9 @@ def salvage_text(read: Read, nbytes: int, *, where: str) -> str | None:
         if item is not None:
             return _counted(item, nbytes, where)
         if length >= min(nbytes, _MAX_NBYTES):
-            return f"truncated to {nbytes:,} bytes: it ends before its first storage, so nothing can be salvaged"
+            return (
+                f"truncated to {counted(nbytes, 'byte')}: it ends before its first storage, so nothing can be salvaged"
+            )
         length = min(nbytes, length * 4)
 
 
@@ -53,7 +56,7 @@ def _counted(item: ItemHead, nbytes: int, where: str) -> str | None:
     except CkptError:
         return None
     if item.payload_offset is None or not all(key.isdecimal() for key in found):
-        return f"truncated to {nbytes:,} bytes; its data.pkl is whole"
+        return f"truncated to {counted(nbytes, 'byte')}; its data.pkl is whole"
     start = item.payload_offset
     alignment = max(start & -start, 1) if start % 64 else 64
     n_whole = 0
@@ -68,6 +71,6 @@ def _counted(item: ItemHead, nbytes: int, where: str) -> str | None:
         n_whole += 1
         start = end + ((24 if found[key].nbytes >= _WIDE_NBYTES else 16) if found[key].nbytes else 0)
     return (
-        f"truncated: no end record in its {nbytes:,} bytes; "
-        f"local headers allow salvage of {n_whole:,} of {len(found):,} storages"
+        f"truncated: no end record in its {counted(nbytes, 'byte')}; "
+        f"local headers allow salvage of {n_whole:,} of {counted(len(found), 'storage')}"
     )

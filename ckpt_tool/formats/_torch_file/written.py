@@ -25,6 +25,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Storage", "WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
@@ -83,7 +84,13 @@ def weights_only_notes(blobs: Iterable[Blob]) -> tuple[str, ...]:
     if not refused:
         return ()
     shown = ", ".join(refused[:_SHOWN]) + (" ..." if len(refused) > _SHOWN else "")
-    return (f"torch.load needs weights_only=False for {len(refused):,} objects: {shown}; --exclude leaves them out",)
+    return (
+        (
+            f"torch.load needs weights_only=False for {counted(len(refused), 'object')}: {shown}; --exclude leaves "
+            "them "
+            "out"
+        ),
+    )
 
 
 def _is_plain(root: Any) -> bool:

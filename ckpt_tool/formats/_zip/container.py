@@ -18,6 +18,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["MAX_SMALL_NBYTES", "Fault", "container_faults", "container_findings", "finding_of_fault"]
 
@@ -145,7 +146,7 @@ def container_faults(
     yield from _uniform_faults(entries)
     first = min((member.header_offset for member in directory.members.values()), default=directory.offset)
     if first and any(read(0, first)):
-        yield Fault(0, f"{first:,} bytes stand before the first member", is_certain=False)
+        yield Fault(0, f"{counted(first, 'byte', 'stand')} before the first member", is_certain=False)
     yield from _end_faults(tail, end, directory.offset, entries)
 
 
@@ -178,7 +179,7 @@ def _entry_faults(member: ZipMember, entry: _Entry) -> Iterator[Fault]:
     if entry.needed not in _VERSIONS:
         yield Fault(entry.offset, f"{what} asks for version {entry.needed} of zip", is_certain=False)
     if entry.note_nbytes:
-        yield Fault(entry.offset, f"{what} has a comment of {entry.note_nbytes:,} bytes", is_certain=False)
+        yield Fault(entry.offset, f"{what} has a comment of {counted(entry.note_nbytes, 'byte')}", is_certain=False)
     if not _is_sound(
         entry.extra, {member.nbytes, member.compressed_nbytes, member.header_offset}, is_torch=not entry.needed
     ):
@@ -244,7 +245,7 @@ def _behind_faults(read: Read, member: ZipMember, entry: _Entry, end: int) -> It
             return
         rest = gap[len(found) :]
     if any(rest):
-        said = f"{len(rest):,} bytes that are no padding follow {member.name!r}"
+        said = f"{counted(len(rest), 'byte')} that are no padding follow {member.name!r}"
         yield Fault(end + len(gap) - len(rest), said, is_certain=False)
 
 
@@ -266,7 +267,7 @@ def _end_faults(tail: bytes, end: int, start: int, entries: Mapping[str, _Entry]
     """The records behind the directory, which begins at ``start`` and ends at ``end`` of ``tail``."""
     at = find_end(tail)
     if at + _END.size != len(tail):
-        said = f"a comment of {len(tail) - at - _END.size:,} bytes ends the zip"
+        said = f"a comment of {counted(len(tail) - at - _END.size, 'byte')} ends the zip"
         yield Fault(start + at, said, is_certain=False)
     if at == end:
         return
@@ -284,5 +285,5 @@ def _end_faults(tail: bytes, end: int, start: int, entries: Mapping[str, _Entry]
             yield Fault(start + end + _END64.size, "the ZIP64 locator is damaged")
         return
     if any(tail[end:at]):
-        said = f"{at - end:,} bytes that nothing refers to stand behind the directory"
+        said = f"{counted(at - end, 'byte')} that nothing refers to stand behind the directory"
         yield Fault(start + end, said, is_certain=tail.startswith(b"PK\x06\x06", end))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import FormatError, IntegrityError, Unsupported
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "LOCAL_HEADER_NBYTES",
@@ -177,7 +178,9 @@ def read_member(read: Read, member: ZipMember, *, where: str) -> bytes:
     start = payload_offset(read, member, where=where)
     raw = read(start, member.compressed_nbytes)
     if len(raw) != member.compressed_nbytes:
-        raise FormatError(f"{member.name!r} is cut: {len(raw):,} of {member.compressed_nbytes:,} bytes", where=where)
+        raise FormatError(
+            f"{member.name!r} is cut: {len(raw):,} of {counted(member.compressed_nbytes, 'byte')}", where=where
+        )
     data = raw if member.method == STORED else _inflated(raw, member, where)
     if member.crc32 and crc32(data) != member.crc32:
         raise IntegrityError(
@@ -241,7 +244,8 @@ def _ends(read: Read, tail: bytes, tail_start: int, end: int, where: str) -> tup
 def _members(directory: bytes, n_members: int, directory_offset: int, where: str) -> dict[str, ZipMember]:
     if n_members * _ENTRY.size > len(directory):
         raise FormatError(
-            f"the zip says it has {n_members:,} members, its directory has room for {len(directory) // _ENTRY.size:,}",
+            f"the zip says it has {counted(n_members, 'member')}, its directory has room for "
+            f"{len(directory) // _ENTRY.size:,}",
             where=f"{where}:{directory_offset}",
         )
     rows: list[_Row] = []
@@ -250,7 +254,8 @@ def _members(directory: bytes, n_members: int, directory_offset: int, where: str
         position = _row(directory, position, rows, f"{where}:{directory_offset + position}")
     if position != len(directory):
         raise FormatError(
-            f"{len(directory) - position:,} bytes follow the last of {n_members:,} members in the zip directory",
+            f"{counted(len(directory) - position, 'byte', 'follow')} the last of {counted(n_members, 'member')} in "
+            "the zip directory",
             where=f"{where}:{directory_offset + position}",
         )
     return _placed(rows, directory_offset, where)
@@ -290,12 +295,14 @@ def _placed(rows: list[_Row], directory_offset: int, where: str) -> dict[str, Zi
         if end > limit or header_offset in following:
             raise FormatError(f"{name!r} ends at byte {end:,}, expected {limit:,} at most", where=where)
         if method == STORED and packed != unpacked:
-            raise FormatError(f"{name!r} is stored, but {packed:,} bytes become {unpacked:,}", where=where)
+            raise FormatError(f"{name!r} is stored, but {counted(packed, 'byte', 'become')} {unpacked:,}", where=where)
         following[header_offset] = limit
         limit = header_offset
     members = {row[0]: ZipMember(*row, following[row[1]]) for row in rows}
     if len(members) != len(rows):
-        raise FormatError(f"{len(rows) - len(members):,} members of the zip have the name of another", where=where)
+        raise FormatError(
+            f"{counted(len(rows) - len(members), 'member of the zip', 'have')} the name of another", where=where
+        )
     return members
 
 
@@ -334,5 +341,5 @@ def _inflated(raw: bytes, member: ZipMember, where: str) -> bytes:
     except (zlib.error, MemoryError, OverflowError) as error:
         raise FormatError(f"{member.name!r} does not unpack: {error}", where=where) from error
     if len(data) != member.nbytes:
-        raise FormatError(f"{member.name!r} does not unpack to {member.nbytes:,} bytes", where=where)
+        raise FormatError(f"{member.name!r} does not unpack to {counted(member.nbytes, 'byte')}", where=where)
     return data

@@ -15,6 +15,7 @@ from functools import lru_cache
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import UsageError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Member", "ZipLayout", "item_layout", "torch_members"]
 
@@ -64,7 +65,7 @@ class ZipLayout:
 
     def __init__(self, members: Iterable[Member], *, alignment: int = 64) -> None:
         if not 1 <= alignment <= _MAX_ALIGNMENT:
-            raise UsageError(f"alignment is {alignment:,} bytes, expected 1 to {_MAX_ALIGNMENT:,}")
+            raise UsageError(f"alignment is {counted(alignment, 'byte')}, expected 1 to {_MAX_ALIGNMENT:,}")
         payload_offsets: list[int] = []
         heads: list[tuple[int, bytes]] = []
         # Of the members whose bytes come later: offset of the descriptor, length, and whether it is a wide one.
@@ -79,7 +80,9 @@ class ZipLayout:
             n_members += 1
             name = member.name.encode()
             if member.payload is not None and len(member.payload) != member.nbytes:
-                raise UsageError(f"{member.name!r} has {len(member.payload):,} bytes, {member.nbytes:,} were stated")
+                raise UsageError(
+                    f"{member.name!r} has {counted(len(member.payload), 'byte')}, {member.nbytes:,} were stated"
+                )
             header_offset = cursor
             header, is_wide = _local_header(name, member.nbytes, cursor, alignment)
             pending += header
@@ -122,7 +125,9 @@ class ZipLayout:
         ``crc32s`` are in the order of members; empty payloads count and have 0.
         """
         if len(crc32s) != len(self._descriptors):
-            raise UsageError(f"{len(self._descriptors):,} checksums are missing in the zip, got {len(crc32s):,}")
+            raise UsageError(
+                f"{counted(len(self._descriptors), 'checksum', 'are')} missing in the zip, got {len(crc32s):,}"
+            )
         parts = [
             (offset, _descriptor(crc, nbytes, is_wide=is_wide))
             for (offset, nbytes, is_wide), crc in zip(self._descriptors, crc32s, strict=True)

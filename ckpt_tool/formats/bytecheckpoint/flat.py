@@ -91,15 +91,18 @@ def _flat_parameter(key: str, names: Any, mask: Any, numels: Any, shapes: Any, w
     parts = [(start, numel) for (start, numel), pad in zip(_starts(numels), mask, strict=False) if not pad]
     if len(mask) != len(numels) or not len(parts) == len(names) == len(shapes):
         raise FormatError(
-            f"{key!r} records {counted(len(numels), 'part')}, {len(mask):,} marks of padding, {len(names):,} names and "
-            f"{len(shapes):,} shapes, which do not match",
+            f"{key!r} records {counted(len(numels), 'part')}, {counted(len(mask), 'mark')} of padding, "
+            f"{counted(len(names), 'name')} and "
+            f"{counted(len(shapes), 'shape')}, which do not match",
             where=where,
         )
     module = key.removesuffix(_NAME)
     segments = []
     for (start, numel), name, shape in zip(parts, names, shapes, strict=True):
         if prod(shape) != numel:
-            raise FormatError(f"{name!r} in {key!r} has shape {list(shape)} and {numel:,} elements", where=where)
+            raise FormatError(
+                f"{name!r} in {key!r} has shape {list(shape)} and {counted(numel, 'element')}", where=where
+            )
         segments.append(Segment(f"{module}{name}", tuple(shape), start))
     return FlatParameter(sum(numels), tuple(segments))
 
@@ -156,7 +159,7 @@ def unflattened(
         one = flat[key]
         if one.numel > meta.numel:
             raise FormatError(
-                f"holds {meta.numel:,} elements, its parts are {one.numel:,}", where=f"{where}: {meta.fqn}"
+                f"holds {counted(meta.numel, 'element')}, its parts are {one.numel:,}", where=f"{where}: {meta.fqn}"
             )
         if chunks.strides is not None and bool((chunks.strides[own, 0] != 1).any()):
             raise Unsupported("a flat parameter that is not contiguous", where=f"{where}: {meta.fqn}")

@@ -28,6 +28,7 @@ from ckpt_tool.manifest.merge import merge_manifests
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.subset import only_files
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "ByteCheckpointReader"]
 
@@ -125,7 +126,7 @@ class ByteCheckpointReader:
         missing = sorted(set(range(manifest.info.get("world_size") or 0)) - ranks) if ranks else []
         if missing:
             shown = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
-            message = f"{len(missing):,} ranks have no file of extra state: {shown}"
+            message = f"{counted(len(missing), 'rank', 'have')} no file of extra state: {shown}"
             yield Finding("missing-file", Severity.WARNING, message)
         yield from archive_findings(source, only_files(manifest, _is_extra(manifest)))
 
@@ -184,7 +185,7 @@ def _notes(step: Source, location: Location, parts: Sequence[tuple[str, Manifest
     yield from location.notes
     for folder, part in parts:
         if part.info.get("n_empty_chunks"):
-            yield f"{folder}: {part.info['n_empty_chunks']:,} chunks hold no element and are left out"
+            yield f"{folder}: {counted(part.info['n_empty_chunks'], 'chunk', 'hold')} no element and are left out"
         yield from (f"{folder}: {note}" for note in part.notes)
     known = {*location.sections, EXTRA_STATE}
     others = {path.partition("/")[0] for path in step.listing.sizes if "/" in path} - known

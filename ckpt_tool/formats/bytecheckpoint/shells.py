@@ -17,6 +17,7 @@ from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, TensorTable, pad_shapes
+from ckpt_tool.sizes import counted
 
 __all__ = ["place_chunks"]
 
@@ -101,5 +102,5 @@ def _check(tensor: TensorRef, dtype: DType, sizes: tuple[int, ...], nbytes: int,
         )
     if tensor.storage.nbytes != nbytes:
         raise FormatError(
-            f"an item of {nbytes:,} bytes is recorded for a storage of {tensor.storage.nbytes:,}", where=where
+            f"an item of {counted(nbytes, 'byte')} is recorded for a storage of {tensor.storage.nbytes:,}", where=where
         )

@@ -28,6 +28,7 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS as MANIFEST_SECTIONS
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "ByteCheckpointWriter"]
 
@@ -295,7 +296,9 @@ def _extra_tensors(plan: _Plan) -> dict[int, list[tuple[int, int]]]:
     beyond = [rank for rank in held if rank >= request.world_size]
     if beyond:
         fqn = tensors.fqns[held[beyond[0]][0][0]]
-        raise LayoutError(f"state of rank {beyond[0]:,}, the target has {request.world_size:,} ranks", where=fqn)
+        raise LayoutError(
+            f"state of rank {beyond[0]:,}, the target has {counted(request.world_size, 'rank')}", where=fqn
+        )
     return held
 
 

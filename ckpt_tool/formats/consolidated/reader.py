@@ -55,7 +55,7 @@ class ConsolidatedReader:
             return Probe(0.0, "no consolidated.NN.pth")
         if not any(is_torch_head(source.head(path, HEAD_NBYTES)) for path in paths):
             return Probe(0.2, f"{paths[0]} is no torch.save file")
-        return Probe(0.95, f"{len(paths):,} files consolidated.NN.pth")
+        return Probe(0.95, f"{counted(len(paths), 'file')} consolidated.NN.pth")
 
     def read(self, source: Source) -> Manifest:
         """See the module for how weights are joined.
@@ -79,7 +79,7 @@ class ConsolidatedReader:
         if missing:
             found.notes.append(f"one of {counted(len(missing) + 1, 'part')}: {joiner.sizes.evidence}")
         if len(parts) > 1:
-            found.mesh = MeshInfo(("tp",), (len(parts),), f"{len(parts)} files consolidated.NN.pth")
+            found.mesh = MeshInfo(("tp",), (len(parts),), f"{counted(len(parts), 'file')} consolidated.NN.pth")
         info: dict[str, Any] = {"world_size": len(parts), "params": dict(params), "config": _config(params)}
         names = {
             "replicated_by_assumption": joiner.assumed(found.replicated),
@@ -136,7 +136,7 @@ def _params(source: Source) -> tuple[Mapping[str, Any], list[str]]:
     if _PARAMS not in source.listing:
         return {}, [f"no {_PARAMS}: sizes are known from the weights alone"]
     if source.listing.nbytes(_PARAMS) > _MAX_PARAMS_NBYTES:
-        raise FormatError(f"{source.listing.nbytes(_PARAMS):,} bytes are no settings", where=_PARAMS)
+        raise FormatError(f"{counted(source.listing.nbytes(_PARAMS), 'byte', 'are')} no settings", where=_PARAMS)
     try:
         params = json.loads(source.read_whole(_PARAMS))
     except (ValueError, RecursionError) as error:
@@ -219,7 +219,8 @@ class _Joiner:
         if not ways:
             said = {name: self.sizes.known[name] for name in dims if name in self.sizes.known}
             raise LayoutError(
-                f"{n_files} parts {list(shape)} of {' x '.join(dims)} fit no whole: {self.sizes.evidence}; here {said}",
+                f"{counted(n_files, 'part')} {list(shape)} of {' x '.join(dims)} fit no whole: {self.sizes.evidence}; "
+                f"here {said}",
                 where=fqn,
                 hint="params.json belongs to another model, or these files do",
             )
@@ -261,7 +262,7 @@ class _Joiner:
             return []
         dims = Counter("whole in each" if c.dim is None else f"cut along {c.dim}" for c in self.cuts.values() if c)
         listed = ", ".join(f"{count:,} {what}" for what, count in dims.most_common())
-        notes = [f"parts of {len(self.parts)} files joined by sizes ({listed}); {self.sizes.evidence}"]
+        notes = [f"parts of {counted(len(self.parts), 'file')} joined by sizes ({listed}); {self.sizes.evidence}"]
         if self.by_bytes:
             notes.append(
                 f"{', '.join(self.by_bytes[:_SHOWN])}: no size tells how many rows there are; parts with different "
@@ -270,5 +271,7 @@ class _Joiner:
         unknown = [fqn for fqn, cut in self.cuts.items() if cut is None]
         if unknown:
             shown = ", ".join(unknown[:_SHOWN])
-            notes.append(f"{len(unknown):,} tensors have names without a rule ({shown}): taken for replicas")
+            notes.append(
+                f"{counted(len(unknown), 'tensor', 'have')} names without a rule ({shown}): taken for replicas"
+            )
         return notes

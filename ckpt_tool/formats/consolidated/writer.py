@@ -64,7 +64,9 @@ class ConsolidatedWriter:
             [*files.entries(), *([FileEntry(_PARAMS, len(text))] if text else [])],
             file=file,
             offset=offset,
-            mesh=MeshInfo(("tp",), (n_files,), f"{n_files} files consolidated.NN.pth") if n_files > 1 else None,
+            mesh=MeshInfo(("tp",), (n_files,), f"{counted(n_files, 'file')} consolidated.NN.pth")
+            if n_files > 1
+            else None,
             notes=[] if text else [note],
         )
         segments = [*files.segments(), *([Segment(_PARAMS, 0, text)] if text else [])]
@@ -92,7 +94,7 @@ def _check(request: WriteRequest) -> None:
     if not any(len(dims_of(fqn) or ()) > 1 for fqn in request.tensors.fqns):  # other libraries call norms the same
         shown = ", ".join(request.tensors.fqns[:_SHOWN])
         raise Unsupported(
-            f"none of {len(request.tensors):,} tensors has one of Meta's names: {shown}",
+            f"none of {counted(len(request.tensors), 'tensor')} has one of Meta's names: {shown}",
             hint="consolidated files have names like layers.0.attention.wq.weight; where SRC has such, --names source "
             "keeps them",
         )

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_tool.dtypes import DType, from_safetensors
 from ckpt_tool.errors import FormatError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["BlobTensor", "header_nbytes", "parse_blob"]
 
@@ -74,7 +75,7 @@ def _tensor(entry: Mapping[str, Any], sharding: Mapping[str, Any] | None, start:
         numel *= size
     if end - begin != dtype.nbytes(numel):
         raise FormatError(
-            f"{dtype.name}{list(shape)} takes {dtype.nbytes(numel):,} bytes, the entry has {end - begin:,}"
+            f"{dtype.name}{list(shape)} takes {counted(dtype.nbytes(numel), 'byte')}, the entry has {end - begin:,}"
         )
     saved = None if sharding is None else tuple(sharding["saved_offsets"])
     return BlobTensor(dtype, shape, start + begin, end - begin, saved)

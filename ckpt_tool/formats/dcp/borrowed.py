@@ -19,6 +19,7 @@ from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.unnamed import SUFFIX, walked_items
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["BorrowedMetadata", "borrowed_metadata"]
 
@@ -66,7 +67,7 @@ def borrowed_metadata(source: Source, lent: bytes, lender: str) -> BorrowedMetad
             continue
         n_files += 1
         if len(items) < len(keys):
-            notes.append(f"{path}: {len(items):,} of {len(keys):,} items are left, the first ones")
+            notes.append(f"{path}: {counted_of(len(items), len(keys), 'item', 'are')} left, the first ones")
         places |= {key: (start, end - start) for key, (start, end, _) in zip(keys, items, strict=False)}
         kinds = Counter(_kind(metadata, key) for key in keys)
         n_alike += sum(kinds[_kind(metadata, key)] > 1 for key in keys[: len(items)])
@@ -74,7 +75,8 @@ def borrowed_metadata(source: Source, lent: bytes, lender: str) -> BorrowedMetad
         said = "; ".join(notes[:_MAX_SHOWN]) or "no file is called as one of its"
         raise FormatError(f"nothing here has the structure of {lender}: {said}", where=source.listing.url)
     said = (
-        f"names, whole shapes and places of {len(places):,} items in {n_files:,} files are those of {lender}: type and "
+        f"names, whole shapes and places of {counted(len(places), 'item')} in {counted(n_files, 'file')} are those "
+        f"of {lender}: type and "
         f"sizes of each agree with it, one after another; {n_alike:,} of them have a twin in their file, from which "
         "they are told by their order alone"
     )
@@ -84,7 +86,7 @@ def borrowed_metadata(source: Source, lent: bytes, lender: str) -> BorrowedMetad
 def _unlike(metadata: MetadataFile, keys: list[_Key], items: list[tuple[int, int, Payload | None]]) -> str | None:
     """Where the items of a file are others than those of the lender's file; None where they are not."""
     if len(items) > len(keys):
-        return f"it holds {len(items):,} items, and there {len(keys):,}"
+        return f"it holds {counted(len(items), 'item')}, and there {len(keys):,}"
     for number, (key, (_, _, payload)) in enumerate(zip(keys, items, strict=False)):
         dtype, sizes = _kind(metadata, key)
         found = ("", ()) if payload is None else (payload.dtype.name, payload.shape)

@@ -16,6 +16,7 @@ from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME, Facts, Sidecar, read_sid
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "DcpReader"]
 
@@ -132,17 +133,22 @@ def _notes(paths: Sequence[str], tables: Tables) -> Iterator[str]:
     if tables.empty:
         by_rank = ", ".join(f"rank {rank}: {n:,}" if rank >= 0 else f"{n:,}" for rank, n in tables.empty.items())
         n_empty = sum(tables.empty.values())
-        what = "1 chunk holds no element and is" if n_empty == 1 else f"{n_empty:,} chunks hold no element and are"
+        what = (
+            "1 chunk holds no element and is"
+            if n_empty == 1
+            else f"{counted(n_empty, 'chunk', 'hold')} no element and are"
+        )
         yield f"{what} left out ({by_rank})"
     if paths[0] != METADATA_NAME:
         ranks = [rank_metadata(path) or 0 for path in paths]
         absent = sorted(set(range(max(ranks) + 1)) - set(ranks))
         yield (
-            f"saved without collectives: the union of {len(paths):,} metadata files, ranks 0 to {max(ranks):,}; "
+            f"saved without collectives: the union of {counted(len(paths), 'metadata file')}, ranks 0 to "
+            f"{max(ranks):,}; "
             "the absence of higher ranks cannot be noticed"
         )
         if absent:
-            yield f"metadata of {len(absent):,} ranks is missing: {', '.join(map(str, absent[:10]))}"
+            yield f"metadata of {counted(len(absent), 'rank')} is missing: {', '.join(map(str, absent[:10]))}"
     transformed = sum(entry.codec is not None for entry in tables.files)
     if transformed:
-        yield f"{transformed:,} chunks are compressed: each is decoded whole"
+        yield f"{counted(transformed, 'chunk', 'are')} compressed: each is decoded whole"

@@ -17,6 +17,7 @@ from ckpt_tool.geometry.overlaps import first_equal
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.decode import decoded_blocks
 
 __all__ = ["Located", "located_items", "resolve", "resolve_by_sidecar"]
@@ -237,7 +238,9 @@ class _ItemReader:
         end = tensor.offset + tensor.length
         available = self._listing.nbytes(item.path) - item.offset
         if end > available:
-            raise FormatError(f"{self.fqn(row)!r} ends {end - available:,} bytes behind the file's end", where=where)
+            raise FormatError(
+                f"{self.fqn(row)!r} ends {counted(end - available, 'byte')} behind the file's end", where=where
+            )
         return Payload(tensor.dtype, tensor.shape, tensor.offset, tensor.length, None, 0, end)
 
     def _offsets(self, row: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "SUFFIX", "UnnamedItemsReader", "walked_items"]
 
@@ -44,7 +45,7 @@ class UnnamedItemsReader(ResolvedReader):
     def probe(self, source: Source) -> Probe:
         """By name; never found by itself."""
         n = len(source.listing.match(f"*{SUFFIX}"))
-        return Probe(0.0, f"{n:,} files of items, looked at where nothing better is left")
+        return Probe(0.0, f"{counted(n, 'file')} of items, looked at where nothing better is left")
 
     def read(self, source: Source) -> Manifest:
         """A tensor for each item that holds one, and for each name in blobs; a file is walked to its first fault.
@@ -79,7 +80,9 @@ class UnnamedItemsReader(ResolvedReader):
             if reached < nbytes and not blob:
                 notes.append(f"{path}: from byte {reached:,} of {nbytes:,} on no item can be told")
             if n_objects:
-                notes.append(f"{path}: {n_objects:,} items are objects, or tensors that only a directory can place")
+                notes.append(
+                    f"{path}: {counted(n_objects, 'item', 'are')} objects, or tensors that only a directory can place"
+                )
         if tensors:
             notes.insert(0, "names, whole shapes and places stood in .metadata alone: each item is a tensor by itself")
         if pieces:

@@ -37,6 +37,7 @@ from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayO
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "DcpWriter"]
 
@@ -216,7 +217,7 @@ def _notes(request: WriteRequest) -> Iterator[str]:
         seen.add(blob.fqn)
     if repeated:
         listed = ", ".join(sorted(repeated)[:5])
-        yield f"of {len(repeated):,} objects there are several copies, of which the first is kept: {listed}"
+        yield f"of {counted(len(repeated), 'object')} there are several copies, of which the first is kept: {listed}"
 
 
 def _path(rank: int) -> str:

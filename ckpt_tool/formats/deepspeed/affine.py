@@ -13,6 +13,7 @@ from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Pair", "View", "box_pairs", "clipped"]
 
@@ -59,7 +60,9 @@ def box_pairs(shape: tuple[int, ...], shard: View, whole: View) -> tuple[Pair, .
     """
     for view in (shard, whole):
         if not len(shape) == len(view.strides):
-            raise FormatError(f"a piece of {len(shape)} dimensions has {len(view.strides)} strides")
+            raise FormatError(
+                f"a piece of {counted(len(shape), 'dimension')} has {counted(len(view.strides), 'stride')}"
+            )
         reach = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
         if (
             view.offset < 0
@@ -84,14 +87,14 @@ def _collect(found: list[Pair], dims: list[tuple[int, int, int]], shard: View, w
     target = _as_box([(n, b) for n, _, b in dims], whole)
     if local is not None and target is not None and local.sizes == target.sizes and _same_order(dims, shard, whole):
         if len(found) >= _MAX_PAIRS:
-            raise Unsupported(f"a piece of a tensor-parallel shard is more than {_MAX_PAIRS:,} boxes")
+            raise Unsupported(f"a piece of a tensor-parallel shard is more than {counted(_MAX_PAIRS, 'box')}")
         found.append(Pair(local, target))
         return
     if not dims:
         raise Unsupported("a piece of a tensor-parallel shard is transposed")
     n, a, b = dims[0]
     if n > _MAX_PAIRS:
-        raise Unsupported(f"a piece of a tensor-parallel shard is more than {_MAX_PAIRS:,} boxes")
+        raise Unsupported(f"a piece of a tensor-parallel shard is more than {counted(_MAX_PAIRS, 'box')}")
     for i in range(n):
         _collect(
             found,

@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.deepspeed.experts import is_packed
 from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["apart", "check_not_packed", "packed_experts", "paddings_apart"]
 
@@ -97,7 +98,7 @@ def apart(shapes: Mapping[str, Shape], packed: Mapping[str, int], where: str) ->
             found[name] = shape
         elif not shape or shape[0] != n_local:
             raise FormatError(
-                f"has shape {list(shape)}, and {n_local:,} experts are on a rank", where=f"{where}: {name}"
+                f"has shape {list(shape)}, and {counted(n_local, 'expert', 'are')} on a rank", where=f"{where}: {name}"
             )
         else:
             found |= {f"{name}.{number}": shape[1:] for number in range(n_local)}

@@ -13,6 +13,7 @@ from ckpt_tool.formats.deepspeed.opened import INFO_FILE, Checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.sharding import Rules
 from ckpt_tool.manifest.model import MeshInfo
+from ckpt_tool.sizes import counted
 
 __all__ = ["add_notes", "facts_of", "mesh_of", "placement_of"]
 
@@ -131,12 +132,12 @@ def add_notes(
     if missing:
         n_expected = found.dp_world_size * found.mp_world_size
         shown = ", ".join(missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
-        notes.append(f"have {len(found.optims):,} of {n_expected:,} partitions; missing files: {shown}")
+        notes.append(f"have {len(found.optims):,} of {counted(n_expected, 'partition')}; missing files: {shown}")
     if not found.optims and not has_states:
         notes.append("no optimizer partitions are here: weights only")
     if built.absent:
         shown = ", ".join(built.absent[:_SHOWN])
-        notes.append(f"weight data absent (frozen?) of {len(built.absent):,} parameters: {shown}")
+        notes.append(f"weight data absent (frozen?) of {counted(len(built.absent), 'parameter')}: {shown}")
     if built.left_out:
         notes.append(f"states of an unknown form are left out: {', '.join(sorted(set(built.left_out)))}")
     if weights.is_stage3 and found.optims:
@@ -144,18 +145,19 @@ def add_notes(
         notes.append(f"stage 3 stores no {dtype} weights: module.* are the fp32 masters under a second name")
     if placement.averaged:
         notes.append(
-            f"{len(placement.averaged):,} tensors are averaged over ranks by DeepSpeed; the first copy is taken"
+            f"{counted(len(placement.averaged), 'tensor', 'are')} averaged over ranks by DeepSpeed; the first copy is "
+            "taken"
         )
     if placement.unjoined:
         notes.append(
-            f"nothing says how the shards of {len(placement.unjoined):,} tensors on {found.tp_world_size:,} "
+            f"nothing says how the shards of {counted(len(placement.unjoined), 'tensor')} on {found.tp_world_size:,} "
             f"tensor-parallel ranks join, so each is called name@tpN; put rules, as universal_checkpoint_info has "
             f"them, into {INFO_FILE} beside the files"
         )
     for own, tied in weights.renamed.items():
         notes.append(f"{own!r} is called {tied!r}: the optimizer knows no other parameter of its name")
     if found.files.expert_optims:
-        notes.append(f"left out: {len(found.files.expert_optims):,} files expp_rank_*_optim_states.pt")
+        notes.append(f"left out: {counted(len(found.files.expert_optims), 'file')} expp_rank_*_optim_states.pt")
 
 
 def _plain(value: object) -> str | int | None:

@@ -22,6 +22,7 @@ from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["checkpoint_findings", "copy_findings"]
 
@@ -88,14 +89,15 @@ def copy_findings(
                 "different-replicas",
                 Severity.WARNING if name in averaged else Severity.ERROR,
                 f"{fqn!r}: model-parallel ranks {', '.join(digests)} should hold the same, and hold "
-                f"{len(set(digests.values())):,} different values; that of the first is taken",
+                f"{counted(len(set(digests.values())), 'different value')}; that of the first is taken",
                 fqn=fqn,
             )
     if unjoined:
         yield Finding(
             "rules-needed",
             Severity.WARNING,
-            f"nothing says how the shards of {len(unjoined):,} tensors join; {len(equal):,} have equal bytes on all "
+            f"nothing says how the shards of {counted(len(unjoined), 'tensor')} join; "
+            f"{counted(len(equal), 'have equal byte')} on all "
             f"ranks, so they may be replicas: {', '.join(equal[:20]) or 'none'}",
         )
 

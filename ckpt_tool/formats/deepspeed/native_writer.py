@@ -27,6 +27,7 @@ from ckpt_tool.formats.deepspeed.target_state import STEP, TargetState
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "DeepSpeedWriter"]
 
@@ -134,7 +135,7 @@ class DeepSpeedWriter:
         homeless = np.flatnonzero(offset < 0)
         if len(homeless):
             fqn = request.tensors.fqns[int(request.boxes.tensor[homeless[0]])]
-            raise LayoutError(f"{len(homeless):,} boxes are in no file of the target", where=fqn)
+            raise LayoutError(f"{counted(len(homeless), 'box', 'are')} in no file of the target", where=fqn)
         manifest = request.manifest(
             self.name,
             [*files.entries(), FileEntry(LATEST, len(tag))],
@@ -175,7 +176,8 @@ def _buffers(source: Manifest, state: TargetState, untrained: Sequence[str], sta
     unsure = [name for name in untrained if source.tensors.dtypes[state.weights[name]].kind in ("float", "complex")]
     if stage == 3 and unsure:
         raise LayoutError(
-            f"{len(unsure):,} weights have no optimizer state, and nothing tells whether they are buffers, frozen "
+            f"{counted(len(unsure), 'weight', 'have')} no optimizer state, and nothing tells whether they are "
+            "buffers, frozen "
             "parameters or second names of others: stage 3 cuts the ones and not the others",
             where=unsure[0],
             hint="say --zero-stage 1 or 2, which store them all alike",

@@ -20,6 +20,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.deepspeed.autoep import apart, packed_experts, paddings_apart
 from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, TagFiles
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "INFO_FILE",
@@ -137,7 +138,8 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
     """
     if files.offloaded:
         raise Unsupported(
-            f"{len(files.offloaded):,} files of states that were offloaded to NVMe: they are not in the checkpoint's "
+            f"{counted(len(files.offloaded), 'file')} of states that were offloaded to NVMe: they are not in the "
+            "checkpoint's "
             "own files",
             where=files.offloaded[0],
             hint="save again with offload_optimizer and offload_param device cpu or none",
@@ -156,7 +158,9 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
     counts = [count for state in optims for count in state.partition_count]
     dp_world_size = max([_count(root, "dp_world_size"), 1 + max((f.dp for f in files.optims), default=0), *counts])
     if dp_world_size * mp_world_size > _MAX_RANKS:
-        raise FormatError(f"says that {dp_world_size:,} x {mp_world_size:,} ranks wrote it", where=models[0].file.path)
+        raise FormatError(
+            f"says that {dp_world_size:,} x {counted(mp_world_size, 'rank')} wrote it", where=models[0].file.path
+        )
     info, info_in = _universal_info(source, files, models)
     return Checkpoint(
         files=files,
@@ -251,7 +255,7 @@ def _tp_world_size(root: Mapping[str, Any], files: TagFiles, mp_world_size: int)
         tp = mp_world_size
     if mp_world_size % tp:
         raise FormatError(
-            f"{mp_world_size:,} model-parallel ranks are no multiple of {tp:,} tensor-parallel ones",
+            f"{counted(mp_world_size, 'model-parallel rank', 'are')} no multiple of {tp:,} tensor-parallel ones",
             where=files.models[0].path,
         )
     return tp

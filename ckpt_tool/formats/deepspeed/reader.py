@@ -22,6 +22,7 @@ from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_file
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, open_checkpoint
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "DeepSpeedReader"]
 
@@ -49,7 +50,10 @@ class DeepSpeedReader(TorchFilesReader):
             return Probe(0.3, "a folder zero/, as universal checkpoints have it")
         here = tag_files(source.listing.sizes, "")
         if here.is_any:
-            return Probe(0.95, f"{len(here.models):,} model states and {len(here.optims):,} optimizer partitions")
+            return Probe(
+                0.95,
+                f"{counted(len(here.models), 'model state')} and {counted(len(here.optims), 'optimizer partition')}",
+            )
         if LATEST in source.listing and tags_below(source.listing):
             # surer than a reader of the weights alone that transformers' Trainer puts beside them
             return Probe(0.97, "latest, beside folders with model states and optimizer partitions")
@@ -78,7 +82,8 @@ class DeepSpeedReader(TorchFilesReader):
         weights_alone = [path for path in source.listing.paths if "/" not in path and path.endswith(_WEIGHTS_ALONE)]
         if weights_alone:
             built.assembly.notes.append(
-                f"{len(weights_alone):,} files beside it hold weights alone, such as {weights_alone[0]}; give one to "
+                f"{counted(len(weights_alone), 'file')} beside it hold weights alone, such as {weights_alone[0]}; "
+                "give one to "
                 "read it"
             )
         stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0

@@ -15,6 +15,7 @@ from ckpt_tool.formats.deepspeed.affine import Pair, View, box_pairs, clipped
 from ckpt_tool.formats.deepspeed.patterns import Patterns
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Cut", "Join", "Rules", "Shape", "identity", "ints", "pieces"]
 
@@ -188,7 +189,7 @@ class Rules:
         for rank, shape in shards.items():
             if sum(own[rank]) != shape[dim]:
                 raise Unsupported(f"parts of {own[rank]} in a shard of shape {list(shape)}, which views it otherwise")
-        return _concatenated(shards, dim, own, f"{len(sizes)} parts along dimension {dim}")
+        return _concatenated(shards, dim, own, f"{counted(len(sizes), 'part')} along dimension {dim}")
 
     def _without_padding(self, name: str, join: Join) -> Join:
         """Rows behind the vocabulary are padding, and nobody's."""
@@ -201,7 +202,7 @@ class Rules:
             rank: tuple(cut for pair in own if (cut := clipped(pair, bounds)) is not None)
             for rank, own in join.pairs.items()
         }
-        how = f"{join.how}, {join.shape[0] - size:,} rows of padding left out"
+        how = f"{join.how}, {counted(join.shape[0] - size, 'row')} of padding left out"
         return Join(shape, pairs, how, join.is_averaged, join.shape[0])
 
 
@@ -291,7 +292,8 @@ def _affine_cuts(entry: Mapping[str, Any], name: str, world_size: int) -> dict[i
     by_rank = {int(rank): value for rank, value in ranks.items()} if isinstance(ranks, Mapping) else {}
     if sorted(by_rank) != list(range(world_size)):
         raise LayoutError(
-            f"the affine map says how {len(by_rank):,} tensor-parallel ranks share it, not how {world_size:,} would",
+            f"the affine map says how {counted(len(by_rank), 'tensor-parallel rank', 'share')} it, not how "
+            f"{world_size:,} would",
             where=name,
             hint=f"choose --tp {len(by_rank)}, or a divisor of it where ranks have equal shares, or write "
             "--to deepspeed-universal, which a run cuts for itself",

@@ -24,6 +24,7 @@ from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, TensorTable, pad_shapes
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Named", "StateChunks", "scalar_names", "scalar_of"]
 
@@ -97,7 +98,7 @@ class StateChunks:
         if len(over):
             first = int(over[0])
             raise FormatError(
-                f"{state!r} has {int(lengths[boxes.segment[first]]):,} elements, a parameter ends at "
+                f"{state!r} has {counted(int(lengths[boxes.segment[first]]), 'element')}, a parameter ends at "
                 f"{int(ends[first]):,}",
                 where=member.file.path,
             )

@@ -27,6 +27,7 @@ from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["TargetParts"]
 
@@ -173,7 +174,10 @@ class TargetParts:
             )
         if self.differing:
             shown = ", ".join(self.differing[:4]) + (" ..." if len(self.differing) > 4 else "")
-            yield f"{len(self.differing):,} objects differ between ranks; the first rank's are written: {shown}"
+            yield (
+                f"{counted(len(self.differing), 'object', 'differ')} between ranks; the first rank's are written: "
+                f"{shown}"
+            )
 
     def _is_trained(self, name: str) -> bool:
         return name in self.state.parameters
@@ -206,7 +210,9 @@ def _check_stage(stage: int, stages: Stages | None, ranks: Sequence[RankParts], 
             hint="say --zero-stage 1 or 2, or write --to deepspeed-universal",
         )
     if experts is None and grid.ep > 1:
-        raise Unsupported(f"{grid.ep:,} expert-parallel ranks, and there are no experts", hint="leave out --ep")
+        raise Unsupported(
+            f"{counted(grid.ep, 'expert-parallel rank')}, and there are no experts", hint="leave out --ep"
+        )
 
 
 def _is_enabled(config: Mapping[str, Any], key: str) -> bool:

@@ -19,6 +19,7 @@ from ckpt_tool.formats.deepspeed.target_stages import Stages
 from ckpt_tool.formats.deepspeed.target_state import Parameter, TargetState
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["RankParts", "Weight", "rank_parts", "record_of"]
 
@@ -91,7 +92,8 @@ def _groups(state: TargetState) -> list[list[Parameter]]:
     apart = [name for name, own in state.parameters.items() if name not in listed and 0 not in own.shape]
     if apart:
         raise LayoutError(
-            f"{len(apart):,} parameters have state, but are in no group of the optimizer, as far as the source says",
+            f"{counted(len(apart), 'parameter', 'have')} state, but are in no group of the optimizer, as far as the "
+            "source says",
             where=apart[0],
             hint="DeepSpeed flattens them by group; write the weights alone, or the state as dcp",
         )
@@ -102,7 +104,9 @@ def _refuse_missing(names: Iterable[str], group: int) -> None:
     missing = list(names)
     if missing:
         raise LayoutError(
-            f"{len(missing):,} parameters of group {group} have no state, which DeepSpeed keeps for all of them",
+            f"{counted(len(missing), f'parameter of group {group}', 'have')} no state, which DeepSpeed keeps for all "
+            "of "
+            "them",
             where=missing[0],
             hint="it has no step yet for them: write the weights alone, or train one step first",
         )
@@ -124,7 +128,7 @@ class _Cutter:
         record = record_of(state.model)
         if world_size > 1 and record is None:
             raise Unsupported(
-                f"{world_size:,} tensor-parallel ranks: nothing says how they share tensors, as "
+                f"{counted(world_size, 'tensor-parallel rank')}: nothing says how they share tensors, as "
                 "universal_checkpoint_info does in files of DeepSpeed's AutoTP and of Megatron-DeepSpeed",
                 hint="leave out --tp, or write --to deepspeed-universal, which a run cuts for itself",
             )

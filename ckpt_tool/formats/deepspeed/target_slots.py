@@ -15,6 +15,7 @@ from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["FilledSlots", "SlotBuilder", "Slots"]
 
@@ -41,7 +42,7 @@ class Slots:
             for mine, other in zip(_columns(self.boxes), _columns(boxes), strict=True)
         ):
             raise LayoutError(
-                f"{len(given):,} boxes are not the {len(own):,} that the target's ranks store",
+                f"{counted(len(given), 'box', 'are')} not the {len(own):,} that the target's ranks store",
                 where=tensors.fqns[int(boxes.tensor[0])] if len(boxes) else "",
             )
         row = np.empty(len(own), dtype=np.int64)

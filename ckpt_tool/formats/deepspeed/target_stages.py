@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Stages"]
 
@@ -51,7 +52,8 @@ class Stages:
         if not isinstance(found, Mapping):
             if n_stages > 1:
                 raise Unsupported(
-                    f"{n_stages:,} pipeline stages of a source that is no pipeline: nothing numbers its layers",
+                    f"{counted(n_stages, 'pipeline stage')} of a source that is no pipeline: nothing numbers its "
+                    "layers",
                     hint="leave out --pp, or " + _TO_UNIVERSAL,
                 )
             return None
@@ -159,7 +161,7 @@ def _shares(n_layers: int, n_stages: int, first: int | None, last: int | None) -
     rest = n_layers - sum(fixed.values())
     free = [stage for stage in range(n_stages) if stage not in fixed]
     if rest < len(free) or (not free and rest) or n_layers < n_stages:
-        raise LayoutError(f"{n_layers:,} layers cannot be shared by {n_stages:,} stages that way")
+        raise LayoutError(f"{counted(n_layers, 'layer')} cannot be shared by {counted(n_stages, 'stage')} that way")
     shares = dict(fixed)
     for number, stage in enumerate(free):
         shares[stage] = rest // len(free) + (number < rest % len(free))

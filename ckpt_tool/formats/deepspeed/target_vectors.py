@@ -25,6 +25,7 @@ from ckpt_tool.formats.deepspeed.target_state import Parameter
 from ckpt_tool.formats.deepspeed.vectors import MASTER, FlatSet
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["TargetVector", "ZeroConfig", "target_vectors"]
 
@@ -163,7 +164,7 @@ def _of_group(mp: int, number: int, own: Sequence[Parameter], config: ZeroConfig
     for prefix, numbers in _numbers_of(experts).items():
         if numbers != set(range(len(numbers))) or len(numbers) % ep_size:
             raise LayoutError(
-                f"{len(numbers):,} experts cannot be shared by {ep_size:,} expert-parallel ranks",
+                f"{counted(len(numbers), 'expert')} cannot be shared by {counted(ep_size, 'expert-parallel rank')}",
                 where=prefix,
                 hint="choose an --ep that divides it",
             )

@@ -36,6 +36,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "UniversalReader"]
 
@@ -99,12 +100,13 @@ class UniversalReader(TorchFilesReader):
         add_notes(found, built, weights, placement, (), has_states=True)
         if states.n_copies:
             built.assembly.notes.append(
-                f"{states.n_copies:,} files fp32.pt are copies of what the model states hold (frozen weights, second "
+                f"{counted(states.n_copies, 'file')} fp32.pt are copies of what the model states hold (frozen "
+                "weights, second "
                 "names, buffers), and left out"
             )
         if states.lent:
             built.assembly.notes.append(
-                f"{len(states.lent):,} weights are stored as their fp32 masters only: module.* are these"
+                f"{counted(len(states.lent), 'weight', 'are')} stored as their fp32 masters only: module.* are these"
             )
         placement.copies.clear()  # of weights in the model states, which no loader of this form reads
         info = facts_of(found, located, built, weights, placement, (), stage=states.stage)
@@ -216,7 +218,7 @@ class _States:
             whole = [target.shape for mp in self.weights.shapes for target in self._targets(mp, name)]
             known = whole[0] if whole else known
         if prod(known) != tensor.numel:
-            raise FormatError(f"has {tensor.numel:,} elements, {name!r} is {list(known)}", where=file.path)
+            raise FormatError(f"has {counted(tensor.numel, 'element')}, {name!r} is {list(known)}", where=file.path)
         return replace(tensor, shape=tuple(known), strides=contiguous_strides(known))
 
     def _targets(self, mp: int, name: str) -> Sequence[Any]:

@@ -25,6 +25,7 @@ from ckpt_tool.formats.deepspeed.partition import (
 )
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["MASTER", "FlatSet", "Member", "flat_sets", "fragment_sets", "group_names"]
 
@@ -126,7 +127,7 @@ def _stage12(found: Checkpoint, model: ModelState, optims: Sequence[OptimState])
         world_size = counts.pop() if len(counts) == 1 else found.dp_world_size
         if counts or world_size < 1 or found.dp_world_size % world_size:
             raise FormatError(
-                f"group {group} has {world_size:,} partitions on {found.dp_world_size:,} ranks",
+                f"group {group} has {counted(world_size, 'partition')} on {counted(found.dp_world_size, 'rank')}",
                 where=optims[0].file.path,
             )
         if world_size == found.dp_world_size:
@@ -164,8 +165,10 @@ def _contiguous(
         over = names[int(np.searchsorted(starts + numel, sum(held), side="right"))] if total > sum(held) else None
         detail = f"; {over!r} runs over" if over is not None and len(held) == world_size else ""
         raise FormatError(
-            f"group {group}: partitions hold {', '.join(f'{n:,}' for n in held[:8])} = {sum(held):,} elements, "
-            f"expected {total:,} of {len(names):,} parameters over {world_size:,} ranks, and padding{detail}",
+            f"group {group}: partitions hold {', '.join(f'{n:,}' for n in held[:8])} = "
+            f"{counted(sum(held), 'element')}, "
+            f"expected {total:,} of {counted(len(names), 'parameter')} over {counted(world_size, 'rank')}, and "
+            f"padding{detail}",
             where=first.file.path,
         )
     members = tuple(
@@ -185,7 +188,8 @@ def _stage3(found: Checkpoint, model: ModelState, optims: Sequence[OptimState]) 
         shard_size = zero.get("mics_shard_size") if isinstance(zero, Mapping) else None
         if shard_size != world_size:
             raise Unsupported(
-                f"{world_size:,} partitions on {found.dp_world_size:,} ranks, and nothing says which ranks share them",
+                f"{counted(world_size, 'partition')} on {counted(found.dp_world_size, 'rank')}, and nothing says "
+                "which ranks share them",
                 where=optims[0].file.path,
             )
         optims = [state for state in optims if state.dp < world_size]  # MiCS: the other groups hold the same
@@ -205,7 +209,8 @@ def _stage3(found: Checkpoint, model: ModelState, optims: Sequence[OptimState]) 
             over = np.flatnonzero(ends > held)
             detail = f"; {names[int(over[0])]!r} runs over" if len(over) else ""
             raise FormatError(
-                f"partitions hold {held:,} elements, expected {sum(needed):,} of {len(names):,} parameters{detail}",
+                f"partitions hold {counted(held, 'element')}, expected {sum(needed):,} of "
+                f"{counted(len(names), 'parameter')}{detail}",
                 where=state.file.path,
             )
     # Sub-groups whose ends are not those of the recorded ones: a rank's vectors follow one another all the same.

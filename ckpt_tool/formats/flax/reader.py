@@ -21,6 +21,7 @@ from ckpt_tool.formats.flax.walk import ArrayPlace, BytesPlace, walk
 from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = ["READER", "FlaxReader"]
@@ -74,7 +75,7 @@ class FlaxReader(ResolvedReader):
             building.add(path, (), root)
         tensors, chunks, files = building.columns.tables()
         missing = [] if source.listing.entry is not None else _missing(paths)
-        notes = [f"{len(missing):,} files are missing: {', '.join(missing[:3])}"] if missing else []
+        notes = [f"{counted(len(missing), 'file', 'are')} missing: {', '.join(missing[:3])}"] if missing else []
         info: dict[str, Any] = {"missing_files": missing} if missing else {}
         blobs = tuple(building.loaded())
         return Manifest(
@@ -166,7 +167,7 @@ class _Building:
             raise FormatError(f"an array of shape {str(shape)[:100]}", where=where)
         counts = [piece.shape[0] for piece in pieces]
         if len({piece.dtype for piece in pieces}) > 1 or sum(counts) != int(np.prod(shape, dtype=object)):
-            raise FormatError(f"pieces of {sum(counts):,} elements for a shape of {list(shape)}", where=where)
+            raise FormatError(f"pieces of {counted(sum(counts), 'element')} for a shape of {list(shape)}", where=where)
         tensor, kind = self._tensor(path, keys, pieces[0].dtype, tuple(shape))
         for piece in pieces:
             _check_length(piece, kind, piece.shape[0], where)
@@ -213,6 +214,6 @@ def _in_order(value: Any, where: str) -> list[Any]:
 def _check_length(place: ArrayPlace, kind: DType, numel: int, where: str) -> None:
     if kind.nbytes(numel) != place.nbytes:
         raise FormatError(
-            f"{kind.name}{list(place.shape)} takes {kind.nbytes(numel):,} bytes, got {place.nbytes:,}",
+            f"{kind.name}{list(place.shape)} takes {counted(kind.nbytes(numel), 'byte')}, got {place.nbytes:,}",
             where=f"{where}:{place.offset}",
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["ArrayPlace", "BytesPlace", "walk"]
 
@@ -70,7 +71,7 @@ def walk(read: Callable[[int, int], bytes], nbytes: int, where: str) -> Any:
     walker = _Walker(read, nbytes, where)
     value = walker.value(0)
     if walker.at != nbytes:
-        raise FormatError(f"{nbytes - walker.at:,} bytes follow the value", where=f"{where}:{walker.at}")
+        raise FormatError(f"{counted(nbytes - walker.at, 'byte', 'follow')} the value", where=f"{where}:{walker.at}")
     return value
 
 
@@ -136,7 +137,7 @@ class _Walker:
             self.at += length
             return place
         if length > _MAX_TEXT_NBYTES:
-            raise FormatError(f"a text of {length:,} bytes", where=f"{self.where}:{self.at}")
+            raise FormatError(f"a text of {counted(length, 'byte')}", where=f"{self.where}:{self.at}")
         return self.raw(length).decode(errors="surrogateescape")
 
     def _length(self, first: int) -> tuple[str, int]:
@@ -174,7 +175,9 @@ class _Walker:
             )
         inner = self.value(depth + 1)
         if self.at != end or not isinstance(inner, list):
-            raise FormatError(f"an extension of {length:,} bytes holds another thing", where=f"{self.where}:{end}")
+            raise FormatError(
+                f"an extension of {counted(length, 'byte')} holds another thing", where=f"{self.where}:{end}"
+            )
         if kind == _COMPLEX:
             if len(inner) != 2 or not all(isinstance(part, (int, float)) for part in inner):
                 raise FormatError("a complex number of other than two parts", where=f"{self.where}:{end}")

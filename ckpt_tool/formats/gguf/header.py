@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.gguf.types import GgmlType, ggml_type
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["MAGIC", "Entry", "Header", "parse_header"]
 
@@ -122,7 +123,7 @@ class _Cursor:
             raise FormatError(f"the header goes on to byte {end:,}, the file has {self.nbytes:,}", where=self.where)
         while end > len(self._window):
             if end > _MAX_HEADER_NBYTES:
-                raise FormatError(f"a header of more than {_MAX_HEADER_NBYTES:,} bytes", where=self.where)
+                raise FormatError(f"a header of more than {counted(_MAX_HEADER_NBYTES, 'byte')}", where=self.where)
             have = len(self._window)
             wanted = min(max(_FIRST_WINDOW_NBYTES, 2 * have, end), self.nbytes)
             self._window += self.read(have, wanted - have)
@@ -138,7 +139,7 @@ class _Cursor:
     def expect(self, count: int, nbytes_each: int, what: str) -> None:
         """Nothing, when so many things can still follow."""
         if count * nbytes_each > self.nbytes - self.at:
-            raise FormatError(f"{count:,} {what} in {self.nbytes - self.at:,} bytes", where=self.where)
+            raise FormatError(f"{count:,} {what} in {counted(self.nbytes - self.at, 'byte')}", where=self.where)
 
     def text(self) -> str:
         """The next text."""
@@ -172,7 +173,7 @@ class _Cursor:
         name = self.text()
         ndim = self.number("I")
         if ndim > _MAX_NDIM:
-            raise FormatError(f"{name!r} has {ndim:,} dimensions", where=self.where)
+            raise FormatError(f"{name!r} has {counted(ndim, 'dimension')}", where=self.where)
         shape = [self.number("Q") for _ in range(ndim)][::-1]
         number, offset = self.number("I"), self.number("Q")
         kind = ggml_type(number)

@@ -19,6 +19,7 @@ from ckpt_tool.formats.gguf.header import MAGIC, Header, parse_header
 from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 
 __all__ = ["READER", "GgufReader"]
@@ -134,7 +135,8 @@ def _notes(paths: Sequence[str], headers: Sequence[Header], pairs: dict[str, Any
         listed = ", ".join(f"{count:,} {name}" for name, count in blocks.most_common())
         patterns = " ".join(f"--exclude dtype:{name}" for name, _ in blocks.most_common())
         notes.append(
-            f"{sum(blocks.values()):,} tensors are quantised ({listed}): one element here is one block. Exporting the "
+            f"{counted(sum(blocks.values()), 'tensor', 'are')} quantised ({listed}): one element here is one block. "
+            "Exporting the "
             f"others takes {patterns}"
         )
     architecture = pairs.get("general.architecture")
@@ -145,7 +147,7 @@ def _notes(paths: Sequence[str], headers: Sequence[Header], pairs: dict[str, Any
         )
     split = _SPLIT.fullmatch(paths[0])
     if len(paths) == 1 and split is not None and int(split["count"]) > 1 and not missing:
-        notes.append(f"{paths[0]} is one of {int(split['count']):,} files: open the folder for all of them")
+        notes.append(f"{paths[0]} is one of {counted(int(split['count']), 'file')}: open the folder for all of them")
     if missing:
-        notes.append(f"{len(missing):,} files of the split are missing: {', '.join(missing[:3])}")
+        notes.append(f"{counted(len(missing), 'file of the split', 'are')} missing: {', '.join(missing[:3])}")
     return notes

@@ -20,6 +20,7 @@ from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.gguf.header import MAGIC
 from ckpt_tool.formats.gguf.types import ggml_number
 from ckpt_tool.manifest.model import FileEntry
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "GgufWriter"]
 
@@ -82,7 +83,9 @@ def _entry(fqn: str, dtype: DType, shape: tuple[int, ...], place: int) -> bytes:
     if found is None:
         raise Unsupported(f"GGUF has no elements of {dtype.name}", where=fqn, hint="--exclude it, or cast with --dtype")
     if len(shape) > _MAX_NDIM:
-        raise Unsupported(f"{len(shape)} dimensions, GGUF has at most {_MAX_NDIM}", where=fqn, hint="--exclude it")
+        raise Unsupported(
+            f"{counted(len(shape), 'dimension')}, GGUF has at most {_MAX_NDIM}", where=fqn, hint="--exclude it"
+        )
     number, block = found
     sizes = (*shape[:-1], shape[-1] * block) if shape else ()
     layout = f"<I{len(sizes)}QIQ"

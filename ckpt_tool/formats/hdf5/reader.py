@@ -26,6 +26,7 @@ from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, FileTable
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["READER", "Hdf5Reader"]
 
@@ -72,7 +73,7 @@ class Hdf5Reader(ResolvedReader):
             names: list[str] = []
             file.visit(names.append)
             if len(names) > _MAX_DATASETS:
-                raise FormatError(f"{len(names):,} groups and datasets", where=path)
+                raise FormatError(f"{counted(len(names), 'group')} and datasets", where=path)
             for name in names:
                 building.add(name, file[name])
         tensors, chunks, files = building.columns.tables()
@@ -115,7 +116,7 @@ def _path(source: Source) -> str:
         return source.listing.entry
     found = [path for path in source.listing.paths if "/" not in path and path.endswith(_SUFFIXES)]
     if len(found) != 1:
-        raise NotFound(f"{len(found):,} files {' '.join(_SUFFIXES)} at the top, expected one: name one")
+        raise NotFound(f"{counted(len(found), 'file')} {' '.join(_SUFFIXES)} at the top, expected one: name one")
     return found[0]
 
 
@@ -188,7 +189,7 @@ class _Building:
 
     def _add_text(self, name: str, found: Any) -> None:
         if found.size > _MAX_TEXTS or (found.dtype.kind == "O" and found.dtype.metadata is None):
-            self.notes.append(f"{name!r} was left out: {found.size:,} elements that are no numbers")
+            self.notes.append(f"{name!r} was left out: {counted(found.size, 'element')} that are no numbers")
             return
         value = found[()]
         value = value.tolist() if isinstance(value, np.ndarray) else value
@@ -215,7 +216,7 @@ class _Building:
         where = f"{self.path}: {name}"
         n_chunks = prod(-(-n // c) for n, c in zip(meta.shape, found.chunks, strict=True))
         if n_chunks > _MAX_CHUNKS:
-            raise FormatError(f"{n_chunks:,} chunks", where=where)
+            raise FormatError(f"{counted(n_chunks, 'chunk')}", where=where)
         chunk_nbytes = meta.dtype.nbytes(prod(found.chunks))
         steps = list(_filters(found, where))
         starts: list[tuple[int, ...]] = []
@@ -234,14 +235,14 @@ class _Building:
                 files.append(self.columns.add_file(entry))
                 offsets.append(0)
             elif length != chunk_nbytes:
-                raise FormatError(f"a chunk of {length:,} bytes, expected {chunk_nbytes:,}", where=where)
+                raise FormatError(f"a chunk of {counted(length, 'byte')}, expected {chunk_nbytes:,}", where=where)
             else:
                 files.append(self._file())
                 offsets.append(at)
         missing = _missing(meta.shape, found.chunks, starts) if len(starts) < n_chunks else []
         if missing:
             self._refuse_fill(name, found)
-            self.notes.append(f"{name!r}: {len(missing):,} of {n_chunks:,} chunks were never written: zeros")
+            self.notes.append(f"{name!r}: {counted_of(len(missing), n_chunks, 'chunk', 'were')} never written: zeros")
             starts += missing
             files += [self._zeros(f"{name}/{'.'.join(map(str, corner))}", chunk_nbytes) for corner in missing]
             offsets += [0] * len(missing)

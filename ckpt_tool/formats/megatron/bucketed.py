@@ -18,6 +18,7 @@ from ckpt_tool.formats.megatron.ranges import Ranges, Rewriting
 from ckpt_tool.formats.megatron.shards import Segment, Shards, segments
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["add_bucketed"]
 
@@ -45,7 +46,9 @@ def add_bucketed(rewriting: Rewriting, shards: Shards, buckets: Mapping[BucketKe
     orders: set[str] = set()
     for (chained, group, dtype), gbufs in sorted(by_buffer.items(), key=repr):
         if len(gbufs) != shards.facts.vpp:
-            raise LayoutError(f"group {group} has {len(gbufs)} buffers of {dtype}, expected one per model chunk")
+            raise LayoutError(
+                f"group {group} has {counted(len(gbufs), 'buffer')} of {dtype}, expected one per model chunk"
+            )
         for chunk, gbuf in enumerate(sorted(gbufs)):
             order, of_bucket = _fitted(shards, group, chunk, dtype, gbufs[gbuf], experts=bool(chained))
             orders.add(order)

@@ -14,6 +14,7 @@ from math import lcm
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["BucketEnds", "coalesced_starts", "starts_in_buckets", "stored_starts"]
 
@@ -95,7 +96,9 @@ def coalesced_starts(
     found = search.all_starts()
     if len(found) < 2:
         return [*next(iter(found))] if found else None
-    size = f"{total_numel:,} elements of {len(numels):,} parameters ({sum(numels):,} without alignment)"
+    size = (
+        f"{counted(total_numel, 'element')} of {counted(len(numels), 'parameter')} ({sum(numels):,} without alignment)"
+    )
     raise LayoutError(
         f"{len(found):,} ways to split the gradient buffer into buckets give the {size} that are stored: "
         "the bucket size (args.ddp_bucket_size) is not known"
@@ -170,7 +173,9 @@ class _Search:
             number, stored, memory, opened, low, high, starts = waiting.pop()
             n_steps += 1
             if n_steps > _MAX_STEPS:
-                raise LayoutError(f"{len(self._numels):,} parameters can be split into buckets in too many ways")
+                raise LayoutError(
+                    f"{counted(len(self._numels), 'parameter')} can be split into buckets in too many ways"
+                )
             if number == len(self._numels):
                 if stored == self._total:
                     found.add(starts)

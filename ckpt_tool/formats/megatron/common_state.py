@@ -20,6 +20,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "COMMON_FILE", "COMMON_OBJECT", "Common", "common_checksums", "common_findings", "common_of", "rank_state_note",
@@ -128,7 +129,8 @@ def rank_state_note(root: Mapping[str, Any]) -> Iterator[str]:
         for state in states:
             if isinstance(state, (list, Mapping)):
                 yield (
-                    f"the common state holds param_state of rank 0 only ({len(state):,} entries): a rank with another "
+                    f"the common state holds param_state of rank 0 only ({counted(len(state), 'entry')}): a rank with "
+                    "another "
                     'number of parameters fails in Megatron with "Cannot merge two lists with different lengths"; the '
                     "optimizer's tensors have keys of their own and are read from those"
                 )

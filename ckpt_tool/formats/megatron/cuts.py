@@ -14,6 +14,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Local", "Weights"]
 
@@ -77,7 +78,8 @@ class Weights:
         parts = [sizes[part * n_ranks : (part + 1) * n_ranks] for part in range(n_parts)]
         if left or len(cut) > 1 or any(len(set(part)) > 1 for part in parts) or (n_parts > 1 and cut[0] != n_lead):
             raise LayoutError(
-                f"{key!r} is stored in boxes of {sizes} along dimension {cut[0]}, which are not {n_ranks} equal parts"
+                f"{key!r} is stored in boxes of {sizes} along dimension {cut[0]}, which are not "
+                f"{counted(n_ranks, 'equal part')}"
             )
         boxes = []
         for part in range(n_parts):

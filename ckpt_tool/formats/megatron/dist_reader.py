@@ -36,6 +36,7 @@ from ckpt_tool.formats.megatron.run_config import facts_beside
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["READER", "MegatronDistReader"]
 
@@ -269,7 +270,8 @@ def _megatron_findings(manifest: Manifest) -> Iterator[Finding]:
         yield Finding(
             "missing-extra-state",
             Severity.WARNING,
-            f"{len(without):,} of {len(linear):,} modules have no _extra_state objects, such as {without[0]!r}: "
+            f"{counted_of(len(without), len(linear), 'module', 'have')} no _extra_state objects, such as "
+            f"{without[0]!r}: "
             'Megatron\'s strict loading stops at them with "Missing key"',
             fqn=f"{without[0]}.weight",
         )
@@ -280,7 +282,8 @@ def _megatron_findings(manifest: Manifest) -> Iterator[Finding]:
         yield Finding(
             "rng-grid",
             Severity.WARNING,
-            f"{n_rng:,} random states, expected {grid:,} (pipeline times tensor parallel): Megatron resumes only with "
+            f"{counted(n_rng, 'random state')}, expected {grid:,} (pipeline times tensor parallel): Megatron resumes "
+            "only with "
             "--no-load-rng, or on another grid",
         )
 

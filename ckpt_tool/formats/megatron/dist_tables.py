@@ -18,6 +18,7 @@ from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Named", "named_tables"]
 
@@ -88,7 +89,9 @@ def named_tables(
         else:
             rewriting.cut(flat_ranges(fqn, number, shape, stored, chunks, chunks.rows_of(row)))
     if inferred:
-        result.notes.append(f"{inferred:,} flattened tensors have no shape in mcore_data: taken from their weights")
+        result.notes.append(
+            f"{counted(inferred, 'flattened tensor', 'have')} no shape in mcore_data: taken from their weights"
+        )
     with suppress(LayoutError):
         result.stages = shards.stages
     if buckets:

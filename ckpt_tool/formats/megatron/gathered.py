@@ -22,6 +22,7 @@ from ckpt_tool.formats.megatron.rank_state import stored_buffers
 from ckpt_tool.formats.megatron.shards import Segment, Shards, segments
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob
+from ckpt_tool.sizes import counted
 
 __all__ = ["add_gathered", "bucket_ends", "gathered_group"]
 
@@ -75,7 +76,7 @@ def add_gathered(rows: Rows, source: Source, shards: Shards, blobs: Sequence[Blo
             ends = bucket_ends(shards.facts, shards.stage_of(group, experts=experts), chunk, experts=experts)
             order, placed = shards.fitting(
                 group, chunk, dtype, _Split(shards, total, ends), experts=experts,
-                what=f"the {total:,} elements of group {group}",
+                what=f"the {counted(total, 'element')} of group {group}",
             )  # fmt: skip
             orders.add(order)
             tensors = shards.weights.tensors

@@ -18,6 +18,7 @@ from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,7 +115,7 @@ def placed_views(
         return [_placed(tensor, lead, tuple(rank * shape[d] if d == dim else 0 for d in range(len(shape))))]
     half, odd = divmod(shape[0], 2)
     if odd:
-        raise LayoutError(f"a gate and an up projection together have {shape[0]:,} rows, which is odd")
+        raise LayoutError(f"a gate and an up projection together have {counted(shape[0], 'row')}, which is odd")
     found = []
     for part in range(2):
         rows = replace(tensor, offset=tensor.offset + part * half * tensor.strides[0], shape=(half, *shape[1:]))

@@ -20,6 +20,7 @@ from math import gcd, lcm
 from ckpt_tool.errors import FormatError, LayoutError, NotFound, Unsupported
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted_of
 
 __all__ = [
     "MODEL_FILE",
@@ -197,7 +198,8 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
         all_of_them = ((p, rank // etp % ep, rank % tp) for p in range(pp) for rank in range(n_saving))
         stage, expert, tensor = next(coord for coord in all_of_them if coord not in coords)
         raise NotFound(
-            f"{n_absent:,} of {pp * n_saving:,} rank folders are missing, such as tensor-parallel rank {tensor} of "
+            f"{counted_of(n_absent, pp * n_saving, 'rank folder', 'are')} missing, such as tensor-parallel rank "
+            f"{tensor} of "
             f"stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
             where=folders[0].name,
             hint="copy the folders of all model-parallel ranks",

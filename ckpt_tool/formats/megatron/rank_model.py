@@ -18,6 +18,7 @@ from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, placed
 from ckpt_tool.formats.megatron.rank_files import Grid
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Member", "RankModel", "model_chunks"]
 
@@ -257,7 +258,8 @@ class _Plan:
         rows, depth = (tensor.shape[1], second.shape[0]) if live.is_fused else (tensor.shape[0], second.shape[1])
         if rows not in (depth, 2 * depth):
             raise LayoutError(
-                f"{name!r} has {rows:,} rows, its second layer {depth:,} columns: neither as many nor twice as many",
+                f"{name!r} has {counted(rows, 'row')}, its second layer {counted(depth, 'column')}: neither as many "
+                "nor twice as many",
                 where=self.where,
             )
         return rows == 2 * depth
@@ -322,7 +324,8 @@ def _plan(
     n_layers = sum(len(layers) for layers in census.held.values())
     if facts.num_layers not in (None, n_layers):
         raise FormatError(
-            f"the files hold {n_layers:,} layers in {grid.pp} stages, the run's arguments say {facts.num_layers:,}",
+            f"the files hold {counted(n_layers, 'layer')} in {grid.pp} stages, the run's arguments say "
+            f"{facts.num_layers:,}",
             where=where,
         )
     is_stacked = len({tuple(sorted(layer.items())) for layer in census.layers.values()}) <= 1
@@ -363,7 +366,7 @@ def _transposed_expert(tensor: TensorRef, expert: int, n_experts: int, *, is_fir
     hidden = tensor.shape[0] if is_first else tensor.shape[1]
     width, left = divmod(tensor.numel, n_experts * hidden)
     if left or len(tensor.shape) != 2:
-        raise FormatError(f"a fused weight of shape {list(tensor.shape)} does not hold {n_experts} experts")
+        raise FormatError(f"a fused weight of shape {list(tensor.shape)} does not hold {counted(n_experts, 'expert')}")
     rows, columns = (hidden, width) if is_first else (width, hidden)
     one = view(tensor, expert * rows * columns, (rows, columns))
     return replace(one, shape=(columns, rows), strides=(1, columns))

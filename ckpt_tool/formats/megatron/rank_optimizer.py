@@ -24,6 +24,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted_of
 
 __all__ = ["RankOptimizer", "add_member", "read_optimizer"]
 
@@ -78,7 +79,7 @@ def read_optimizer(
     absent = sorted(coord for coord in grid.folders if grid.writes_state(coord) and coord not in paths)
     if paths and absent:
         raise NotFound(
-            f"{len(absent):,} of {len(grid.folders):,} ranks lack it, the others have it",
+            f"{counted_of(len(absent), len(grid.folders), 'rank', 'lack')} it, the others have it",
             where=f"{grid.folders[absent[0]]}/{OPTIMIZER_FILE}",
         )
     if paths:

@@ -38,6 +38,7 @@ from ckpt_tool.formats.megatron.replicas import replica_findings
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.above import folders_above
 
 __all__ = ["READER", "MegatronLegacyReader"]
@@ -65,7 +66,7 @@ class MegatronLegacyReader(TorchFilesReader):
             return Probe(0.0, f"no mp_rank_*/{MODEL_FILE}, here or in an iteration's folder")
         folders = rank_folders(within(source, location.folder).listing.sizes)
         kind = folders[0].name.partition("_")[0]
-        return Probe(0.95, f"{len(folders):,} folders {kind}_rank_* with {folders[0].file}")
+        return Probe(0.95, f"{counted(len(folders), 'folder')} {kind}_rank_* with {folders[0].file}")
 
     def read(self, source: Source) -> Manifest:
         """The manifest; payload offsets are reckoned, and unresolved.
@@ -137,7 +138,7 @@ def _rank_alone(source: Source) -> NotFound | None:
             return None
         return NotFound(
             f"one {'folder' if entry is None else 'file'} of a Megatron checkpoint, not the whole: that of one of "
-            f"{len(folders):,} model-parallel ranks",
+            f"{counted(len(folders), 'model-parallel rank')}",
             where=url if entry is None else f"{url}/{entry}",
             hint=f'give the folder that holds all of them: "{store.url}"',
         )

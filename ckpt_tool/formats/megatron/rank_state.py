@@ -17,6 +17,7 @@ from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats.megatron.buckets import BucketEnds, coalesced_starts
 from ckpt_tool.formats.megatron.parallel import view
 from ckpt_tool.formats.megatron.rank_model import Member
+from ckpt_tool.sizes import counted
 
 __all__ = ["buffers_of", "states_of", "stored_buffers"]
 
@@ -39,7 +40,7 @@ def stored_buffers(state: Any, n_chunks: int, where: str) -> list[Buffer]:
         )
     numbered = sorted(key for key in state if type(key) is int)
     if len(numbered) % n_chunks:
-        raise FormatError(f"{len(numbered)} buffers of {n_chunks} model chunks", where=where)
+        raise FormatError(f"{counted(len(numbered), 'buffer')} of {counted(n_chunks, 'model chunk')}", where=where)
     found: list[Buffer] = []
     for position, number in enumerate(numbered):
         chunk = position * n_chunks // len(numbered)
@@ -81,7 +82,8 @@ def states_of(
         raise LayoutError(error.message, where=where) from None
     if starts is None:
         raise LayoutError(
-            f"no split into buckets gives the {total:,} elements that are stored, of {len(members):,} parameters with "
+            f"no split into buckets gives the {counted(total, 'element')} that are stored, of "
+            f"{counted(len(members), 'parameter')} with "
             f"{sum(numels):,}",
             where=where,
         )

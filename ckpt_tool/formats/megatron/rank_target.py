@@ -21,6 +21,7 @@ from ckpt_tool.formats.megatron.target_stages import target_layers
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["SLOTS", "Flat", "Held", "RankTarget", "rank_targets"]
 
@@ -165,7 +166,9 @@ class _Cutter:
         n_layers = max([*stacked, *(number + 1 for number in numbers)], default=0)
         n_experts = max((cls._experts_in(key, shape) for key, shape in shapes.items()), default=0)
         if n_experts % grid.ep:
-            raise LayoutError(f"{n_experts:,} experts are no equal share for each of {grid.ep} expert-parallel ranks")
+            raise LayoutError(
+                f"{counted(n_experts, 'expert', 'are')} no equal share for each of {grid.ep} expert-parallel ranks"
+            )
         is_local = args.get("transformer_impl") == "local"
         rules = built_in_rules()
         live = {ours: name for name, ours in rules.local_names.items()} if is_local else {}
@@ -252,7 +255,7 @@ class _Cutter:
         cut = built_in_rules().cut(_rest(key))
         if cut is None and n_ranks > 1:
             raise LayoutError(
-                f"no rule says how it is cut over {n_ranks} tensor-parallel ranks", where=key,
+                f"no rule says how it is cut over {counted(n_ranks, 'tensor-parallel rank')}", where=key,
                 hint="use --to megatron-dist, which needs none",
             )  # fmt: skip
         ones = (1,) * len(lead)
@@ -265,7 +268,7 @@ class _Cutter:
             size, left = divmod(inner[dim], n_parts * n_ranks) if dim < len(inner) else (0, 1)
             if left:
                 raise LayoutError(
-                    f"{list(self.shapes[key])} is not cut into {n_ranks} equal parts along dimension {dim}",
+                    f"{list(self.shapes[key])} is not cut into {counted(n_ranks, 'equal part')} along dimension {dim}",
                     where=key,
                 )
             starts = [(part * n_ranks + tensor_rank % n_ranks) * size for part in range(n_parts)]

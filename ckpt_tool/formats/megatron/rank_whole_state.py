@@ -15,6 +15,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats.megatron.parameter_groups import in_group, inner_optimizer
 from ckpt_tool.formats.megatron.rank_model import Member
+from ckpt_tool.sizes import counted
 
 __all__ = ["HALF_WIDTHS", "has_whole_state", "whole_states", "without_whole_state"]
 
@@ -83,7 +84,8 @@ def whole_states(
             owners = range(len(chosen)) if len(of_group) == len(chosen) else halves
             if len(chosen) != len(numbers) or (of_group and len(of_group) != len(owners)):
                 raise LayoutError(
-                    f"parameter group {position} has {len(numbers):,} parameters, {len(chosen):,} of the model fit it",
+                    f"parameter group {position} has {counted(len(numbers), 'parameter')}, {len(chosen):,} of the "
+                    "model fit it",
                     where=where,
                 )
             master = dict(zip(owners, of_group, strict=bool(of_group)))

@@ -11,6 +11,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["replica_findings"]
 
@@ -37,7 +38,8 @@ def replica_findings(source: Source, manifest: Manifest, chunks: ChunkTable) -> 
             yield Finding(
                 "different-replicas",
                 Severity.ERROR,
-                f"{record.fqn!r} {record.box}: {len(group):,} ranks hold it, with {len(values):,} different contents, "
+                f"{record.fqn!r} {record.box}: {counted(len(group), 'rank', 'hold')} it, with {len(values):,} "
+                "different contents, "
                 f"such as rank {int(chunks.rank[first])} and rank {int(chunks.rank[second])}",
                 fqn=record.fqn,
                 where=record.where,

@@ -18,6 +18,7 @@ from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Located", "located_items", "resolve"]
 
@@ -176,7 +177,8 @@ def _check(manifest: Manifest, payload: Payload, rows: IntArray, total: int, whe
     is_flat = all(size == 1 for size in payload.shape[:-1]) and payload.shape[-1:] == (total,)
     if payload.dtype.name != tensors.dtypes[tensor].name or not (is_box or is_flat) or payload.strides is not None:
         raise FormatError(
-            f"{tensors.fqns[tensor]!r} is to have {total:,} elements of {tensors.dtypes[tensor].name} here, box "
+            f"{tensors.fqns[tensor]!r} is to have {counted(total, 'element')} of {tensors.dtypes[tensor].name} here, "
+            "box "
             f"{list(sizes)}; the stored tensor is {payload.dtype.name}{list(payload.shape)}",
             where=where,
         )

@@ -13,6 +13,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.megatron.registration import layer_key
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["chunk_layers", "stage_layers"]
 
@@ -53,7 +54,8 @@ def stage_layers(
             stage_of.setdefault(layer, set()).add(stage)
     if len(seen) < n_stages:
         raise LayoutError(
-            f"ranks of {len(seen)} of {n_stages} pipeline stages saved the weights: the files were not written by the "
+            f"ranks of {len(seen)} of {counted(n_stages, 'pipeline stage')} saved the weights: the files were not "
+            "written by the "
             "run that the arguments describe"
         )
     shared = sorted(layer for layer, stages in stage_of.items() if len(stages) > 1)
@@ -61,7 +63,7 @@ def stage_layers(
         raise LayoutError(f"layer {shared[0]} was saved by several pipeline stages: {sorted(stage_of[shared[0]])}")
     absent = sorted(set(range(max(stage_of, default=-1) + 1)) - set(stage_of))
     if absent:
-        raise LayoutError(f"layers {absent[:8]} are in no stage, of {max(stage_of) + 1:,} layers")
+        raise LayoutError(f"layers {absent[:8]} are in no stage, of {counted(max(stage_of) + 1, 'layer')}")
     held: list[list[int]] = [[] for _ in range(n_stages)]
     for layer in sorted(stage_of):
         held[next(iter(stage_of[layer]))].append(layer)
@@ -87,6 +89,7 @@ def chunk_layers(layers: Sequence[int], n_chunks: int) -> list[list[int]]:
             runs.append([layer])
     if len(runs) != n_chunks:
         raise LayoutError(
-            f"a stage's layers {list(layers)} form {len(runs)} runs, expected one for each of {n_chunks} chunks"
+            f"a stage's layers {list(layers)} form {counted(len(runs), 'run')}, expected one for each of "
+            f"{counted(n_chunks, 'chunk')}"
         )
     return runs

@@ -17,6 +17,7 @@ from ckpt_tool.formats.megatron.target_grid import TargetGrid, target_args
 from ckpt_tool.formats.megatron.target_optimizer import BUCKET_FACTS, SHARDED_PART, combined, parts_of
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "COMMON_STEP",
@@ -123,7 +124,9 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
     tp_before = args.attribute("tensor_model_parallel_size")
     size = grid.expert_tensor_size(args.state)
     if _has_experts(paths) and (grid.tp != tp_before or size != grid.tp):
-        notes.append(f"experts are written for {size:,} tensor-parallel ranks (args.expert_tensor_parallel_size)")
+        notes.append(
+            f"experts are written for {counted(size, 'tensor-parallel rank')} (args.expert_tensor_parallel_size)"
+        )
     parts = parts_of(root.pop("optimizer", None), request.blobs)
     slots = {path[2] for path in paths if len(path) == 4 and weight_key(path) is not None}
     if not slots:

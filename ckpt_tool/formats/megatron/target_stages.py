@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.megatron.target_grid import TargetGrid
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["target_layers"]
 
@@ -24,7 +25,7 @@ def target_layers(grid: TargetGrid, n_layers: int) -> list[list[list[int]]]:
         n_chunks = grid.pp * grid.vpp
         if n_layers % n_chunks:
             raise LayoutError(
-                f"{n_layers:,} layers are no equal share for each of {grid.pp} stages x {grid.vpp} chunks",
+                f"{counted(n_layers, 'layer', 'are')} no equal share for each of {grid.pp} stages x {grid.vpp} chunks",
                 hint="--first-stage-layers and --last-stage-layers spread them unevenly",
             )
         size = n_layers // n_chunks
@@ -36,7 +37,10 @@ def target_layers(grid: TargetGrid, n_layers: int) -> list[list[list[int]]]:
     n_between = grid.pp - (first is not None) - (last is not None)
     left = n_layers - (first or 0) - (last or 0)
     if left < 0 or (n_between and left % n_between) or (not n_between and left):
-        raise LayoutError(f"{left:,} of {n_layers:,} layers are no equal share for each of {n_between} other stages")
+        raise LayoutError(
+            f"{counted_of(left, n_layers, 'layer', 'are')} no equal share for each of "
+            f"{counted(n_between, 'other stage')}"
+        )
     between = left // n_between if n_between else 0
     sizes = [
         first if stage == 0 and first is not None else last if stage == grid.pp - 1 and last is not None else between

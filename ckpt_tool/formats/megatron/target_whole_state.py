@@ -15,6 +15,7 @@ from ckpt_tool.formats.megatron.parameter_groups import in_group, inner_optimize
 from ckpt_tool.formats.megatron.rank_rows import ParameterState
 from ckpt_tool.formats.megatron.target_common import COMMON_STEP
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["with_states"]
 
@@ -81,7 +82,8 @@ def _with_states(
         filled.append({**group, "params": list(range(first, len(numbered)))})
     if len(numbered) != len(states):
         raise LayoutError(
-            f"the optimizer's {len(groups):,} parameter groups fit {len(numbered):,} of a rank's {len(states):,} "
+            f"the optimizer's {counted(len(groups), 'parameter group', 'fit')} {len(numbered):,} of a rank's "
+            f"{len(states):,} "
             "parameters, by wd_mult, is_expert_parallel and is_decoupled_lr",
             hint="write the weights alone: --include 'model.*'",
         )

@@ -31,6 +31,7 @@ from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "MegatronZarrReader"]
 
@@ -168,7 +169,9 @@ class MegatronZarrReader:
         del source
         yield from common_findings(manifest.info)
         for fqn, count in manifest.info.get("missing_chunks", {}).items():
-            yield Finding("missing-file", Severity.ERROR, f"{count:,} chunk files of {fqn!r} are missing", fqn=fqn)
+            yield Finding(
+                "missing-file", Severity.ERROR, f"{counted(count, f'chunk file of {fqn!r}', 'are')} missing", fqn=fqn
+            )
 
 
 READER = MegatronZarrReader()
@@ -199,7 +202,7 @@ def _arrays(source: Source, keys: Sequence[str]) -> dict[str, _Array]:
         path = key + _ARRAY
         nbytes = source.listing.nbytes(path)
         if not 0 < nbytes <= _MAX_ARRAY_NBYTES:
-            raise FormatError(f"{nbytes:,} bytes, expected a small JSON document", where=path)
+            raise FormatError(f"{counted(nbytes, 'byte')}, expected a small JSON document", where=path)
         places.append(FileRange(path, 0, nbytes))
     data = source.store.fetch(places)
     return {key: _array(text, place.path) for key, text, place in zip(keys, data, places, strict=True)}
@@ -241,7 +244,7 @@ def _chunks(source: Source, paths: Sequence[str], fqn: str, array: _Array) -> It
         sizes = tuple(min(c, n - o) for o, c, n in zip(offsets, array.chunks, array.shape, strict=True))
         nbytes = source.listing.nbytes(path)
         if nbytes != whole_nbytes:
-            raise FormatError(f"the file has {nbytes:,} bytes, expected {whole_nbytes:,}", where=path)
+            raise FormatError(f"the file has {counted(nbytes, 'byte')}, expected {whole_nbytes:,}", where=path)
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         length = array.dtype.itemsize * (last + 1)
         kept = None if sizes == array.chunks else strides

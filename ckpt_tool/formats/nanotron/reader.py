@@ -37,6 +37,7 @@ from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshInfo
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "NanotronReader"]
 
@@ -124,7 +125,7 @@ READER = NanotronReader()
 def _json(source: Source, path: str) -> dict[str, Any]:
     nbytes = source.listing.nbytes(path)
     if nbytes > _MAX_JSON_NBYTES:
-        raise FormatError(f"{nbytes:,} bytes are no description", where=path)
+        raise FormatError(f"{counted(nbytes, 'byte', 'are')} no description", where=path)
     try:
         found = json.loads(source.read_whole(path))
     except (ValueError, RecursionError) as error:
@@ -216,7 +217,7 @@ class _Building:
         low, high = (0, 1) if is_scalar else _range(config, file, name, prod(part.local_shape), where)
         numel = prod(value.shape)
         if numel != high - low or value.strides != contiguous_strides(value.shape):
-            raise FormatError(f"{numel:,} elements for the range {low:,} to {high:,}", where=where)
+            raise FormatError(f"{counted(numel, 'element')} for the range {low:,} to {high:,}", where=where)
         shape = () if is_scalar else part.shape
         tensor = self.columns.add_tensor(fqn, value.dtype, shape, path=path, section="optimizer")
         place = opened.storages.get(value.storage.key)
@@ -286,5 +287,5 @@ def _range(config: Mapping[str, Any], file: OptimizerFile, name: str, numel: int
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{_CONFIG} has no range of data rank {file.dp}: {error!r}"[:200], where=where) from error
     if not 0 <= low <= high <= numel:
-        raise FormatError(f"the range {low:,} to {high:,} of {numel:,} elements", where=where)
+        raise FormatError(f"the range {low:,} to {high:,} of {counted(numel, 'element')}", where=where)
     return low, high

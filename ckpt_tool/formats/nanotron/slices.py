@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Part", "parse_part", "whole_part"]
 
@@ -67,7 +68,7 @@ def parse_part(metadata: Mapping[str, str], local_shape: tuple[int, ...], where:
     pairs = []
     parts = text.split(";")
     if len(parts) > _MAX_PAIRS:
-        raise FormatError(f"{len(parts):,} pairs of slices", where=where)
+        raise FormatError(f"{counted(len(parts), 'pair')} of slices", where=where)
     for part in parts:
         local_text, separator, whole_text = part.partition("#")
         local, whole = _box(local_text, local_shape), _box(whole_text, shape)

@@ -21,6 +21,7 @@ from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.nanotron.location import METADATA, ONE_RANK, model_file
 from ckpt_tool.manifest.model import FileEntry
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["WRITER", "NanotronWriter"]
 
@@ -84,7 +85,7 @@ def _check(request: WriteRequest) -> None:
     if others:
         shown = ", ".join(others[:_SHOWN])
         raise Unsupported(
-            f"{len(others):,} of {len(request.tensors):,} tensors do not have nanotron's names: {shown}",
+            f"{counted_of(len(others), len(request.tensors), 'tensor', 'do')} not have nanotron's names: {shown}",
             hint="names are like model.decoder.0.pp_block.attn.o_proj.weight; where SRC has such, --names source keeps "
             "them and --exclude leaves others out, else rules make them (--naming)",
         )
@@ -92,7 +93,7 @@ def _check(request: WriteRequest) -> None:
     if names:
         shown = ", ".join(names[:_SHOWN])
         raise Unsupported(
-            f"nanotron is written its weights, and there are {len(names):,} states and objects: {shown}",
+            f"nanotron is written its weights, the source has {counted(len(names), 'other entry')}: {shown}",
             hint="leave out --all",
         )
 

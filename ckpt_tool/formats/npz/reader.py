@@ -25,6 +25,7 @@ from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "NpzReader"]
 
@@ -83,7 +84,8 @@ class NpzReader(ResolvedReader):
                 continue
             if header.payload_nbytes != stored.length:
                 raise FormatError(
-                    f"{header.numpy.str}{list(header.shape)} takes {header.payload_nbytes:,} bytes, the member has "
+                    f"{header.numpy.str}{list(header.shape)} takes {counted(header.payload_nbytes, 'byte')}, the "
+                    "member has "
                     f"{stored.length:,}",
                     where=where,
                 )
@@ -111,11 +113,14 @@ class NpzReader(ResolvedReader):
         tensors, chunks, files = columns.tables()
         others = [member.name for member in members if not member.name.endswith(_MEMBER)]
         notes = (
-            [f"{len(others):,} members are no .npy files and were left out: {', '.join(others[:3])}"] if others else []
+            [f"{counted(len(others), 'member', 'are')} no .npy files and were left out: {', '.join(others[:3])}"]
+            if others
+            else []
         )
         if nameless:
             notes.append(
-                f"{len(nameless):,} arrays have void elements ({', '.join(nameless[:3])}): numpy has no name for "
+                f"{counted(len(nameless), 'array', 'have')} void elements ({', '.join(nameless[:3])}): numpy has no "
+                "name for "
                 "bfloat16 and float8 and writes those so; their bytes are kept as they are"
             )
         blobs = list(_loaded(source, path, blobs, {m.name.removesuffix(_MEMBER): m for m in arrays}, starts, headers))

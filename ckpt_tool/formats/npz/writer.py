@@ -87,7 +87,8 @@ def _notes(tensors: TensorTable) -> tuple[str, ...]:
         return ()
     kinds = sorted({tensors.dtypes[tensors.index[fqn]].name for fqn in void})
     note = (
-        f"{len(void):,} tensors are {', '.join(kinds)}, which numpy has no name for: they load as void elements, "
+        f"{counted(len(void), 'tensor', 'are')} {', '.join(kinds)}, which numpy has no name for: they load as void "
+        "elements, "
         "array.view(ml_dtypes.bfloat16) shows them; --dtype fp32 avoids this"
     )
     return (note,)

@@ -24,6 +24,7 @@ from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.manifest.tables import ChunkFlag, IntArray
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted, counted_of
 
 __all__ = ["Filled", "Stored", "add_chunks", "arrays_of", "shard_indexes"]
 
@@ -67,7 +68,7 @@ def arrays_of(source: Source, values: Mapping[str, Value]) -> list[Stored]:
     far = [(name, key, value) for name, (key, value) in described.items() if isinstance(value, FileRange)]
     for _, key, value in far:
         if value.length > _MAX_DESCRIPTION_NBYTES:
-            raise FormatError(f"{value.length:,} bytes, which describe no array", where=key)
+            raise FormatError(f"{counted(value.length, 'byte')}, which describe no array", where=key)
     read = source.store.fetch([value for _, _, value in far]) if far else []
     texts = {name: data for (name, _, _), data in zip(far, read, strict=True)}
     arrays = {}
@@ -109,7 +110,7 @@ def shard_indexes(source: Source, stored: Stored) -> dict[tuple[int, ...], list[
     for index in keys:
         if _nbytes(stored.values[index]) < length:
             raise FormatError(
-                f"a shard of {_nbytes(stored.values[index]):,} bytes, its index alone has {length:,}",
+                f"a shard of {counted(_nbytes(stored.values[index]), 'byte')}, its index alone has {length:,}",
                 where=f"{stored.name}{list(index)}",
             )
     far = [index for index in keys if isinstance(stored.values[index], FileRange)]
@@ -183,7 +184,7 @@ def _absent(stored: Stored) -> Iterator[tuple[int, ...]]:
     if count <= 0:
         return
     if prod(grid) > _MAX_MISSING:
-        raise FormatError(f"{count:,} of {prod(grid):,} chunks are not stored", where=stored.name)
+        raise FormatError(f"{counted_of(count, prod(grid), 'chunk', 'are')} not stored", where=stored.name)
     for index in product(*map(range, grid)):
         if index not in stored.values:
             yield index
@@ -238,7 +239,7 @@ class _Places:
         is_far = isinstance(value, FileRange)
         part = _part(value, offset, nbytes) if isinstance(value, FileRange) else value.part
         if array.codec is None and nbytes != array.inner_nbytes:
-            raise FormatError(f"a chunk has {nbytes:,} bytes, expected {array.inner_nbytes:,}", where=label)
+            raise FormatError(f"a chunk has {counted(nbytes, 'byte')}, expected {array.inner_nbytes:,}", where=label)
         at = 0
         if is_far and array.codec is None:
             entry = FileEntry(part.path, self.source.listing.nbytes(part.path))

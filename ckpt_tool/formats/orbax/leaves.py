@@ -16,6 +16,7 @@ from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["NewLeaf", "leaves_of", "tree_document"]
 
@@ -88,7 +89,7 @@ def leaves_of(request: WriteRequest) -> tuple[list[NewLeaf], tuple[str, ...]]:
     if not lost:
         return leaves, ()
     shown = ", ".join(lost[:_SHOWN]) + (" ..." if len(lost) > _SHOWN else "")
-    note = f"{len(lost):,} objects are left out, for Orbax holds arrays, numbers and text: {shown}"
+    note = f"{counted(len(lost), 'object', 'are')} left out, for Orbax holds arrays, numbers and text: {shown}"
     return leaves, (f"{note}; --to torch-save keeps them",)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from ckpt_tool.formats.orbax.ocdbt import MANIFEST
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["Items", "find_items"]
 
@@ -61,7 +62,7 @@ def find_items(paths: Iterable[str]) -> Items | None:
     temporary = tuple(folder for folder in sorted(below) if _is_temporary(folder))
     if not arrays and not temporary:
         return None
-    return Items(arrays, documents, (*partial, *temporary), f"{_STEP} and {len(arrays)} items")
+    return Items(arrays, documents, (*partial, *temporary), f"{_STEP} and {counted(len(arrays), 'item')}")
 
 
 def _is_item(names: set[str]) -> bool:

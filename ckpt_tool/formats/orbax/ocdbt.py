@@ -18,6 +18,7 @@ from ckpt_tool.errors import FormatError, IntegrityError, NotFound, Unsupported
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["MANIFEST", "Inline", "Value", "read_database"]
@@ -82,7 +83,7 @@ def read_database(source: Source, folder: str) -> dict[str, Value]:
     path = prefix + MANIFEST
     nbytes = source.listing.nbytes(path)
     if nbytes > _MAX_MANIFEST_NBYTES:
-        raise FormatError(f"a manifest of {nbytes:,} bytes", where=path)
+        raise FormatError(f"a manifest of {counted(nbytes, 'byte')}", where=path)
     body = _Body.of(source.read_whole(path), _MANIFEST_MAGIC, FileRange(path, 0, nbytes))
     root = _newest_root(body, prefix)
     found: dict[bytes, Value] = {}
@@ -127,7 +128,7 @@ def _unpacked(data: bytes, limit: int, where: str) -> bytes:
     except (OSError, pa.ArrowException) as error:
         raise FormatError(f"not a zstd frame: {error}", where=where) from error
     if len(content) > limit:
-        raise FormatError(f"decodes to more than {limit:,} bytes", where=where)
+        raise FormatError(f"decodes to more than {counted(limit, 'byte')}", where=where)
     return content
 
 
@@ -158,7 +159,7 @@ class _Body:
             raise FormatError(f"expected the four bytes {magic:08x} of OCDBT", where=where)
         length = struct.unpack_from("<Q", data, 4)[0]
         if length != len(data):
-            raise FormatError(f"says it has {length:,} bytes, {len(data):,} are here", where=where)
+            raise FormatError(f"says it has {counted(length, 'byte')}, {len(data):,} are here", where=where)
         expected = struct.unpack_from("<I", data, len(data) - _FOOTER_NBYTES)[0]
         actual = crc32c(data[:-_FOOTER_NBYTES])
         if actual != expected:
@@ -202,7 +203,9 @@ class _Body:
     def varints(self, count: int) -> list[int]:
         """So many numbers; each takes a byte at least, which bounds what a lie can ask for."""
         if count > len(self.data) - self.at:
-            raise FormatError(f"{count:,} numbers in {len(self.data) - self.at:,} bytes", where=self.where)
+            raise FormatError(
+                f"{counted(count, 'number')} in {counted(len(self.data) - self.at, 'byte')}", where=self.where
+            )
         return [self.varint() for _ in range(count)]
 
     def texts(self, prefixes: Sequence[int], suffixes: Sequence[int]) -> list[bytes]:
@@ -219,7 +222,9 @@ class _Body:
         """The next number, as a count of things that take a byte each at least."""
         count = self.varint()
         if count > len(self.data) - self.at:
-            raise FormatError(f"{count:,} entries in {len(self.data) - self.at:,} bytes", where=self.where)
+            raise FormatError(
+                f"{counted(count, 'entry')} in {counted(len(self.data) - self.at, 'byte')}", where=self.where
+            )
         return count
 
     def files(self, base: str) -> list[_File]:

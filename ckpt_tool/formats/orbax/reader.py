@@ -90,12 +90,14 @@ class OrbaxReader(ResolvedReader):
             count = sum(filled.zeros.values())
             info["zero_chunks"] = filled.zeros
             notes.append(
-                f"{count:,} chunks are not stored and hold the fill value 0, in {counted(len(filled.zeros), 'array')}"
+                f"{counted(count, 'chunk', 'are')} not stored, which stands for the fill value 0, in "
+                f"{counted(len(filled.zeros), 'array')}"
             )
         if filled.missing:
             info["missing_chunks"] = filled.missing
             notes.append(
-                f"{sum(filled.missing.values()):,} chunks are missing, in {counted(len(filled.missing), 'array')}"
+                f"{counted(sum(filled.missing.values()), 'chunk', 'are')} missing, in "
+                f"{counted(len(filled.missing), 'array')}"
             )
         return Manifest(
             format=self.name,
@@ -115,7 +117,9 @@ class OrbaxReader(ResolvedReader):
         Reads the store again, and the index of each shard.
         """
         for fqn, count in manifest.info.get("missing_chunks", {}).items():
-            yield Finding("missing-chunk", Severity.ERROR, f"{count:,} chunks of {fqn!r} are not stored", fqn=fqn)
+            yield Finding(
+                "missing-chunk", Severity.ERROR, f"{counted(count, f'chunk of {fqn!r}', 'are')} not stored", fqn=fqn
+            )
         n_files = len(source.listing.sizes)
         if n_files > _MANY_FILES:
             said = (

@@ -15,6 +15,7 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import KeyPath, MeshInfo
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["Leaf", "Tree", "read_json", "read_mesh", "read_tree"]
 
@@ -58,7 +59,7 @@ def read_json(source: Source, path: str) -> Any:
     """
     nbytes = source.listing.nbytes(path)
     if nbytes > _MAX_JSON_NBYTES:
-        raise FormatError(f"{nbytes:,} bytes, which is no description", where=path)
+        raise FormatError(f"{counted(nbytes, 'byte')}, which is no description", where=path)
     try:
         return json.loads(source.read_whole(path))
     except (ValueError, RecursionError) as error:
@@ -119,4 +120,4 @@ def read_mesh(source: Source, folder: str) -> tuple[MeshInfo | None, dict[str, l
     if not meshes:
         return None, partitions
     axes, sizes = max(meshes, key=lambda mesh: meshes[mesh])
-    return MeshInfo(axes, sizes, f"{path}: NamedSharding of {meshes[axes, sizes]:,} arrays"), partitions
+    return MeshInfo(axes, sizes, f"{path}: NamedSharding of {counted(meshes[axes, sizes], 'array')}"), partitions

@@ -21,6 +21,7 @@ from ckpt_tool.formats.orbax.leaves import NewLeaf, leaves_of, tree_document
 from ckpt_tool.manifest.model import FileEntry
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "OrbaxWriter"]
 
@@ -168,7 +169,8 @@ def _grid(fqn: str, shape: tuple[int, ...], offsets: IntArray, sizes: IntArray) 
         return tuple(chunk.tolist())
     shown = ", ".join(str(row) for row in sizes[:3].tolist())
     raise LayoutError(
-        f"Orbax holds a tensor as a grid of equal chunks, and {len(sizes):,} boxes of {list(shape)} are none: {shown}",
+        f"Orbax holds a tensor as a grid of equal chunks, and {counted(len(sizes), 'box')} of {list(shape)} are none: "
+        f"{shown}",
         where=fqn,
         hint="choose a mesh whose sizes divide the dimensions that it cuts, or ckpt export for whole tensors",
     )

@@ -61,7 +61,7 @@ class RankFilesReader(TorchFilesReader):
         first = next((file.path for file in best.files if source.listing.nbytes(file.path)), None)
         if first is None or not is_torch_head(source.head(first, HEAD_NBYTES)):
             return Probe(0.0, f"{best.files[0].path} is named for a rank, but is no torch.save file")
-        what = f"{len(best.files):,} torch.save files of {best.world_size:,} ranks"
+        what = f"{len(best.files):,} torch.save files of {counted(best.world_size, 'rank')}"
         if best.is_stated:
             return Probe(0.95, what)
         return Probe(0.8 if len(best.files) > 1 else 0.6, what)
@@ -155,22 +155,25 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
     missing = chosen.missing
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
-        found.notes.append(f"{len(missing):,} rank files are missing: {shown}")
+        found.notes.append(f"{counted(len(missing), 'rank file', 'are')} missing: {shown}")
     if found.replicated:
         found.notes.append(
-            f"{len(found.replicated):,} tensors record no placement and have one shape in all files: taken for "
+            f"{counted(len(found.replicated), 'tensor', 'record')} no placement and have one shape in all files: "
+            "taken for "
             'replicas (run "ckpt verify" to compare their bytes)'
         )
     if found.kept_apart:
         found.notes.append(
-            f"{len(found.kept_apart):,} tensors record no placement and differ in shape between ranks: each rank's "
+            f"{counted(len(found.kept_apart), 'tensor', 'record')} no placement and differ in shape between ranks: "
+            "each rank's "
             f"is called name@rankN ({', '.join(found.kept_apart[:_SHOWN])})"
         )
     if found.flat:
-        found.notes.append(f"{len(found.flat):,} flat parameters of FSDP1: {_CANNOT_UNFLATTEN}")
+        found.notes.append(f"{counted(len(found.flat), 'flat parameter')} of FSDP1: {_CANNOT_UNFLATTEN}")
     for other in others:
         found.notes.append(
-            f"left out: {counted(len(other.files), 'file')} of {other.world_size:,} ranks ({other.files[0].path})"
+            f"left out: {counted(len(other.files), 'file')} of {counted(other.world_size, 'rank')} "
+            f"({other.files[0].path})"
         )
     found.notes += [f"{mismatch}, not the one of its name" for mismatch in found.rank_mismatches]
 

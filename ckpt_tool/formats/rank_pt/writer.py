@@ -21,6 +21,7 @@ from ckpt_tool.formats.base import LayOut, WriteRequest
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, describe_layout
 from ckpt_tool.manifest.model import KeyPath, MeshInfo
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "TorchRanksWriter"]
 
@@ -82,7 +83,9 @@ def _rows_by_rank(request: WriteRequest) -> list[IntArray]:
     absent = (np.bincount(boxes.tensor, minlength=len(tensors)) == 0) & (tensors.numel > 0)
     if absent.any():
         first = tensors.fqns[int(np.flatnonzero(absent)[0])]
-        raise LayoutError(f"{int(absent.sum()):,} tensors have no box on any rank, {first!r} is one", where=first)
+        raise LayoutError(
+            f"{counted(int(absent.sum()), 'tensor', 'have')} no box on any rank, {first!r} is one", where=first
+        )
     order = np.argsort(boxes.rank, kind="stable")
     starts = np.searchsorted(boxes.rank[order], np.arange(request.world_size + 1))
     return [order[starts[r] : starts[r + 1]].astype(np.int64) for r in range(request.world_size)]

@@ -28,6 +28,7 @@ from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "DcpHfReader"]
@@ -46,7 +47,7 @@ class DcpHfReader(ResolvedReader):
         if source.listing.entry is not None:
             return Probe(0.4 if paths else 0.0, f"{source.listing.entry} alone has no more than parts of tensors")
         if paths:
-            return Probe(0.9, f"{len(paths):,} files named like {paths[0]}")
+            return Probe(0.9, f"{counted(len(paths), 'file')} named like {paths[0]}")
         below = [p for p in source.listing.paths if SHARD_FILE.fullmatch(p)]
         if below:
             return Probe(0.3, f"shards in {below[0].rpartition('/')[0]}/, and consolidated files above them")
@@ -90,7 +91,8 @@ class DcpHfReader(ResolvedReader):
         yield from _number_findings(paths)
         if len(manifest.tensors):
             said = (
-                f"no file records the global shapes of the {len(manifest.tensors):,} tensors: that the last shard is "
+                f"no file records the global shapes of the {counted(len(manifest.tensors), 'tensor')}: that the last "
+                "shard is "
                 "here cannot be proven"
             )
             yield Finding("unproven-shape", Severity.WARNING, said)
@@ -148,7 +150,8 @@ def _global_shapes(
             known = shapes.get(entry.name, ends)
             if len(known) != len(ends):
                 raise FormatError(
-                    f"{entry.name!r} has {len(ends)} dimensions here and {len(known)} in another shard", where=path
+                    f"{entry.name!r} has {counted(len(ends), 'dimension')} here and {len(known)} in another shard",
+                    where=path,
                 )
             shapes[entry.name] = tuple(max(a, b) for a, b in zip(known, ends, strict=True))
     return shapes

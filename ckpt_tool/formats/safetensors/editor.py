@@ -14,6 +14,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.edited import Edit, EditedFile, EditedFiles
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["EDITOR", "SafetensorsEditor"]
 
@@ -67,7 +68,7 @@ def _check(manifest: Manifest) -> None:
     missing = manifest.info.get("missing_files") or ()
     if missing:
         raise CoverageError(
-            f"tensors of {len(missing):,} missing files would be lost: {missing[0]}",
+            f"tensors of {counted(len(missing), 'missing file')} would be lost: {missing[0]}",
             where=manifest.root,
             hint=f'fetch them, or take what is here with "ckpt verify {manifest.root} --salvage OUT"',
         )

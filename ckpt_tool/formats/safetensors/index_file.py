@@ -60,10 +60,10 @@ class SafetensorsIndexReader(ResolvedReader):
         if indexes:
             return Probe(0.95, f"{indexes[0]} is an index of safetensors files")
         if source.listing.entry is None and len(paths) > 1:
-            return Probe(0.7, f"{len(paths):,} safetensors files at the top, without an index")
+            return Probe(0.7, f"{counted(len(paths), 'safetensors file')} at the top, without an index")
         if source.listing.entry is None and missing_names(paths):
             return Probe(0.92, f"{paths[0]} is one of several, by its name, and the only one here")
-        return Probe(0.0, f"no *.safetensors.index.json, and {len(paths)} safetensors files at the top")
+        return Probe(0.0, f"no *.safetensors.index.json, and {counted(len(paths), 'safetensors file')} at the top")
 
     def read(self, source: Source) -> Manifest:
         """The manifest of what the headers hold.
@@ -139,7 +139,7 @@ def _contents(source: Source) -> _Contents:
         if index is None:
             raise NotFound("no safetensors file", where=listing.url)
         raise NotFound(
-            f"none of the {len(index.files):,} files that {index.path} names is here",
+            f"none of the {counted(len(index.files), 'file')} that {index.path} names is here",
             where=listing.url,
             hint="fetch them: only the index was copied",
         )
@@ -211,10 +211,10 @@ def _notes(found: _Contents, findings: Sequence[Finding], listing: Listing) -> l
     if kinds and found.index is not None:
         notes.append(f"where {found.index.path} and the headers of the files differ, the headers were followed")
     if found.index is None:
-        notes.append(f"no index: all {len(found.paths):,} safetensors files at the top were taken together")
+        notes.append(f"no index: all {counted(len(found.paths), 'safetensors file')} at the top were taken together")
     pieces = sum(1 for p in listing.sizes if p.startswith("sharded/") and SHARD_FILE.fullmatch(p))
     if pieces:
-        notes.append(f"sharded/ holds the same tensors in {pieces:,} pieces and was left out")
+        notes.append(f"sharded/ holds the same tensors in {counted(pieces, 'piece')} and was left out")
     return notes
 
 

@@ -26,6 +26,7 @@ from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest, MeshI
 from ckpt_tool.manifest.plain import from_plain
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import FileTable
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "RankFilesReader"]
@@ -47,7 +48,7 @@ class RankFilesReader(ResolvedReader):
             return Probe(0.0, "no rank_NNNNN.safetensors")
         if LAYOUT_FILE not in source.listing:
             return Probe(0.2, f"{paths[0]} without {LAYOUT_FILE}: the save did not finish, or the file was left behind")
-        return Probe(0.95, f"{len(paths):,} rank files and {LAYOUT_FILE}")
+        return Probe(0.95, f"{counted(len(paths), 'rank file')} and {LAYOUT_FILE}")
 
     def read(self, source: Source) -> Manifest:
         """The manifest; ``info`` is what was saved with it, plus ``world_size`` and ``missing_files`` if any are.
@@ -61,7 +62,7 @@ class RankFilesReader(ResolvedReader):
         # A named layout file still speaks of its siblings.
         paths = tuple(p for p in _paths(replace(listing, entry=None)) if p in layout.files)
         if not paths:
-            raise NotFound(f"none of the {layout.world_size:,} rank files is here", where=listing.url)
+            raise NotFound(f"none of the {counted(layout.world_size, 'rank file')} is here", where=listing.url)
         headers = read_headers(source, paths)
         boxes = (
             StoredBox(
@@ -99,9 +100,9 @@ class RankFilesReader(ResolvedReader):
         for path, nbytes in layout.files.items():
             here = source.listing.sizes.get(path)
             if here != nbytes:
-                found = "is not here" if here is None else f"has {here:,} bytes"
+                found = "is not here" if here is None else f"has {counted(here, 'byte')}"
                 kind = "missing-file" if here is None else "file-size"
-                said = f"{path} {found}; {LAYOUT_FILE} lists it with {nbytes:,} bytes"
+                said = f"{path} {found}; {LAYOUT_FILE} lists it with {counted(nbytes, 'byte')}"
                 yield Finding(kind, Severity.ERROR, said, where=FileRange(path, 0, here or 0))
         for path in source.listing.match("rank_*.safetensors"):
             if path not in layout.files:

@@ -41,6 +41,7 @@ from ckpt_tool.manifest.model import Blob, FileRange, KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = [
     "LAYOUT_FILE",
@@ -256,5 +257,5 @@ def _box(entry: Entry, fields: Mapping[str, Any]) -> RankBox:
     for size in sizes:
         numel *= size
     if dtype.nbytes(numel) != entry.nbytes:
-        raise ValueError(f"{entry.name!r}: box of {dtype.nbytes(numel):,} bytes, stored are {entry.nbytes:,}")
+        raise ValueError(f"{entry.name!r}: box of {counted(dtype.nbytes(numel), 'byte')}, stored are {entry.nbytes:,}")
     return RankBox(fqn, dtype, shape, offsets, sizes, path, section)

@@ -20,6 +20,7 @@ from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE,
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, MeshInfo
 from ckpt_tool.manifest.plain import to_plain
 from ckpt_tool.manifest.tables import IntArray, TensorTable
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "RankFilesWriter"]
 
@@ -128,7 +129,9 @@ def _check(request: WriteRequest) -> None:
     absent = (np.bincount(request.boxes.tensor, minlength=len(request.tensors)) == 0) & (request.tensors.numel > 0)
     if absent.any():
         first = request.tensors.fqns[int(np.flatnonzero(absent)[0])]
-        raise LayoutError(f"{int(absent.sum()):,} tensors have no box on any rank, {first!r} is one", where=first)
+        raise LayoutError(
+            f"{counted(int(absent.sum()), 'tensor', 'have')} no box on any rank, {first!r} is one", where=first
+        )
     reserved = [key for key in request.options.metadata if key.startswith("ckpt.")]
     if reserved:
         raise UsageError(f"metadata key {reserved[0]!r} is one of the format's own")
@@ -248,7 +251,7 @@ def _pickled(blob: Blob) -> bytes:
     held = storages(blob.value)
     if held:
         raise Unsupported(
-            f"object {blob.fqn!r} has {len(held):,} tensors inside, and its original bytes were not given",
+            f"object {blob.fqn!r} has {counted(len(held), 'tensor')} inside, and its original bytes were not given",
             hint="leave it out with --exclude, or choose --to dcp, which keeps it as it is",
         )
     return dump_pickle(blob.value)

@@ -20,6 +20,7 @@ from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.names import RANK_FILE, SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "SafetensorsReader"]
 
@@ -39,7 +40,7 @@ class SafetensorsReader(ResolvedReader):
             return Probe(0.2, "an index lies beside the safetensors files")
         if len(paths) == 1:
             return Probe(0.9, f"{paths[0]} is the only safetensors file")
-        return Probe(0.0, f"{len(paths)} safetensors files at the top, expected one")
+        return Probe(0.0, f"{counted(len(paths), 'safetensors file')} at the top, expected one")
 
     def _probe_entry(self, source: Source, entry: str) -> Probe:
         if RANK_FILE.fullmatch(entry) or SHARD_FILE.fullmatch(entry):
@@ -85,7 +86,7 @@ def _part_notes(source: Source, path: str, header: Header) -> Iterator[str]:
     if numbered and numbered.family[1] > 1:
         here = index_names(source.listing.sizes, "safetensors")
         beside = "; the index beside it names the others: open the folder" if here else ""
-        yield f"{path} is one of {numbered.family[1]:,} files{beside}"
+        yield f"{path} is one of {counted(numbered.family[1], 'file')}{beside}"
     if "DCP_SHARDING_INFO" in header.metadata:
         yield f"{path} was written by torch's sharded writer and may hold only parts of its tensors"
 

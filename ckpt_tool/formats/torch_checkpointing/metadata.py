@@ -16,6 +16,7 @@ from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.urls import check_path
 
 __all__ = ["METADATA_NAME", "Group", "Item", "Layout", "Saved", "is_metadata_head", "load_metadata"]
@@ -147,7 +148,8 @@ def _layouts(name: str, listed: Mapping[Any, Any], world_size: int) -> dict[int,
     found = {int(rank): _layout(name, int(rank), fields) for rank, fields in listed.items()}
     if set(found) != set(range(world_size)):
         raise FormatError(
-            f"files of {len(found):,} ranks are recorded for {name!r}, expected all of 0 to {world_size - 1:,}",
+            f"files of {counted(len(found), 'rank')} are recorded for {name!r}, expected all of 0 to "
+            f"{world_size - 1:,}",
             where=METADATA_NAME,
         )
     paths = {layout.path for layout in found.values()}

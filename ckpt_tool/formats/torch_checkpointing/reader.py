@@ -27,6 +27,7 @@ from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.subset import only_files
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "TorchCheckpointingReader"]
 
@@ -60,7 +61,7 @@ class TorchCheckpointingReader:
             return Probe(0.0, f"no {METADATA_NAME}, and no <item>_<rank>.pt of several items with the same ranks")
         first = f"{next(iter(ranks))}_0.pt"
         head = source.head(first, HEAD_NBYTES)
-        what = f"{len(ranks):,} items of {len(found[0]):,} ranks, as {first}"
+        what = f"{counted(len(ranks), 'item')} of {counted(len(found[0]), 'rank')}, as {first}"
         if not is_torch_head(head) or _STREAMED not in head:
             return Probe(0.0, f"{what} is no file that torch.save wrote into a stream")
         return Probe(0.85, what)
@@ -187,13 +188,17 @@ def _notes(
         yield f"the folder's name begins with {_UNCOMMITTED!r}: its save was not committed, files may be missing"
     if saved is None:
         yield f"no {METADATA_NAME}: placements are those that the files' own DTensors record"
-    for what, paths in (
-        ("recorded files are missing", found.missing),
-        ("files of ranks beyond the world size are left out", found.strays),
-        ("raw files are too large for objects and are left out", found.left_out),
-        (f"tensors are in {METADATA_NAME}, but in no file", absent),
+    for noun, what, paths in (
+        ("recorded file", "missing", found.missing),
+        ("file of ranks beyond the world size", "left out", found.strays),
+        ("raw file", "too large for an object and left out", found.left_out),
+        ("tensor", f"in {METADATA_NAME}, but in no file", absent),
     ):
         if paths:
-            yield f"{len(paths):,} {what}: {', '.join(paths[:_SHOWN])}" + (" ..." if len(paths) > _SHOWN else "")
+            shown = ", ".join(paths[:_SHOWN]) + (" ..." if len(paths) > _SHOWN else "")
+            yield f"{counted(len(paths), noun, 'are')} {what}: {shown}"
     if replicated:
-        yield f"{len(replicated):,} tensors record no placement and have equal checksums in all files: replicas"
+        yield (
+            f"{counted(len(replicated), 'tensor', 'record')} no placement and have equal checksums in all files: "
+            "replicas"
+        )

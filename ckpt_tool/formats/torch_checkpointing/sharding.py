@@ -19,6 +19,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import PlacementSpec
 from ckpt_tool.manifest.model import MeshInfo
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["TensorPlacements"]
 
@@ -93,7 +94,8 @@ class _Placement:
         at = self.positions.get(rank)
         if at is None or len(self.positions) != prod(self.axes) or len(self.placements) != len(self.axes):
             raise FormatError(
-                f"rank {rank}, {len(self.placements)} placements and {len(self.positions):,} ranks do not fit a mesh "
+                f"rank {rank}, {counted(len(self.placements), 'placement')} and "
+                f"{counted(len(self.positions), 'rank', 'do')} not fit a mesh "
                 f"of {list(self.axes)}"
             )
         coord: list[int] = []

@@ -245,7 +245,7 @@ def _whole_row(plan: _Plan, number: int) -> int:
         return -1
     rows = plan.rows[number]
     if len(rows) != 1 or request.boxes.sizes[rows[0], : len(meta.shape)].tolist() != list(meta.shape):
-        raise LayoutError(f"state of one rank is whole, but this has {len(rows):,} boxes", where=meta.fqn)
+        raise LayoutError(f"state of one rank is whole, but this has {counted(len(rows), 'box')}", where=meta.fqn)
     return rows[0]
 
 

@@ -23,6 +23,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "HfBinReader"]
@@ -74,7 +75,7 @@ class HfBinReader(TorchFilesReader):
         numbered = _numbered(source.listing) if not indexes else ()
         if numbered:
             return Probe(0.7, f"{len(numbered):,} numbered .bin files, without an index")
-        return Probe(0.0, f"{len(indexes)} files *.bin.index.json")
+        return Probe(0.0, f"{counted(len(indexes), 'file')} *.bin.index.json")
 
     def read(self, source: Source) -> Manifest:
         """The manifest of what the files hold; notes say where the index differs.
@@ -107,7 +108,7 @@ class HfBinReader(TorchFilesReader):
         missing = [path for path in found.index.files if path in lost and path not in source.listing]
         if not found.index.path:
             missing = _missing(found)
-            assembly.notes.append(f"no index: the {len(found.files):,} numbered files were taken together")
+            assembly.notes.append(f"no index: the {counted(len(found.files), 'numbered file', 'were')} taken together")
         companions, notes = read_companions(source)
         assembly.notes += notes
         info = {"index": found.index.path or None, **({"missing_files": missing} if missing else {}), **companions}
@@ -137,7 +138,7 @@ def _contents(source: Source) -> _Contents:
     if numbered:
         return _without_index(source, numbered)
     if len(indexes) != 1:
-        raise FormatError(f"{len(indexes)} files *.bin.index.json, expected one", where=listing.url)
+        raise FormatError(f"{counted(len(indexes), 'file')} *.bin.index.json, expected one", where=listing.url)
     index = parse_index(source.read_whole(indexes[0]), indexes[0])
     stem = indexes[0].partition(".bin.index.")[0]
     top = [path for path in sorted(listing.sizes) if "/" not in path]
@@ -147,7 +148,7 @@ def _contents(source: Source) -> _Contents:
     paths = sorted({*named, *(path for path in strays if _family(path) in families)}) or list(strays)
     if not paths:
         raise NotFound(
-            f"none of the {len(index.files):,} files that {index.path} names is here",
+            f"none of the {counted(len(index.files), 'file')} that {index.path} names is here",
             where=listing.url,
             hint="fetch them: only the index was copied",
         )

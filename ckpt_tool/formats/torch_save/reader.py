@@ -23,6 +23,7 @@ from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "TorchSaveReader"]
 
@@ -52,7 +53,7 @@ class TorchSaveReader(TorchFilesReader):
             return self._probe_file(source, entry)
         likely = _candidates(source)
         if not likely or len(likely) > _MAX_PROBED:
-            return Probe(0.0, f"{len(likely):,} files that could be torch.save's; it takes one, name it")
+            return Probe(0.0, f"{counted(len(likely), 'file')} that could be torch.save's; it takes one, name it")
         others = next((path for path in source.listing.paths if path.endswith(_OTHER_FORMATS)), None)
         if others is not None:
             return Probe(0.2, f"{others} says that this is another format")
@@ -74,7 +75,7 @@ class TorchSaveReader(TorchFilesReader):
         if named is not None:
             siblings = [p for p in source.listing.sizes if (other := rank_file(p)) and other.family == named.family]
             if len(siblings) > 1:
-                return Probe(0.4, f"{path} is one of {len(siblings):,} rank files")
+                return Probe(0.4, f"{path} is one of {counted(len(siblings), 'rank file')}")
         return Probe(0.9, f"{path} begins as torch.save's files do")
 
     def read(self, source: Source) -> Manifest:
@@ -90,7 +91,7 @@ class TorchSaveReader(TorchFilesReader):
             found.notes.append(f"one rank's file of {world_size:,}: tensors have only the boxes of that rank")
         numbered = _NUMBERED.fullmatch(path)
         if numbered is not None and int(numbered[1]) > 1:
-            found.notes.append(f"{path} is one of {int(numbered[1]):,} files: open the folder for all of them")
+            found.notes.append(f"{path} is one of {counted(int(numbered[1]), 'file')}: open the folder for all of them")
         info = {"container": file.kind}
         if not _is_hf_model(path):
             return manifest_of(self.name, source.listing.url, [file], [entries], found, info)

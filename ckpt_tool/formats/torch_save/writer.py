@@ -19,6 +19,7 @@ from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, WriteRequest
 from ckpt_tool.manifest.model import Blob, KeyPath
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "TorchSaveWriter"]
 
@@ -62,7 +63,7 @@ class TorchSaveWriter:
         nbytes = tensors.nbytes.tolist()
         file = WrittenFile.of(path, value, nbytes, row_of_tensor.tolist())
         payload = np.array(file.payload_offsets, dtype=np.int64)
-        notes = (f"{n_left_out:,} objects of further ranks were left out",) if n_left_out else ()
+        notes = (f"{counted(n_left_out, 'object of further ranks', 'were')} left out",) if n_left_out else ()
         files = WrittenFiles([file])
         manifest = request.manifest(
             self.name,

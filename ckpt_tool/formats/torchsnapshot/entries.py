@@ -155,7 +155,7 @@ def _sharded(rank: int, path: KeyPath, row: Mapping[str, Any], where: str) -> En
         return None
     dtypes = {str(part["tensor"]["dtype"]) for part in parts} or {str(row["dtype"])}
     if len(dtypes) != 1:
-        raise FormatError(f"{counted(len(parts), 'part')} of {len(dtypes)} types", where=where)
+        raise FormatError(f"{counted(len(parts), 'part')} of {counted(len(dtypes), 'type')}", where=where)
     for part in parts:
         sizes = _numbers(part["sizes"], where)
         if _numbers(part["tensor"]["shape"], where) != sizes:

@@ -32,6 +32,7 @@ from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "TorchSnapshotReader"]
 
@@ -120,7 +121,7 @@ def _metadata(source: Source) -> Metadata:
     if _METADATA not in source.listing:
         raise NotFound(f"no {_METADATA}, which is written last: the snapshot is not complete", where=source.listing.url)
     if source.listing.nbytes(_METADATA) > _MAX_METADATA_NBYTES:
-        raise FormatError(f"{source.listing.nbytes(_METADATA):,} bytes are no manifest", where=_METADATA)
+        raise FormatError(f"{counted(source.listing.nbytes(_METADATA), 'byte', 'are')} no manifest", where=_METADATA)
     return parse_metadata(source.read_whole(_METADATA), _METADATA)
 
 
@@ -160,18 +161,22 @@ class _Building:
         notes = []
         if self.assumed:
             notes.append(
-                f"{len(self.assumed):,} tensors were saved by all ranks as their own, in one shape: taken for replicas "
+                f"{counted(len(self.assumed), 'tensor', 'were')} saved by all ranks as their own, in one shape: taken "
+                "for replicas "
                 '(run "ckpt verify" to compare their bytes)'
             )
         if self.apart:
-            notes.append(f"{len(self.apart):,} tensors are single ranks' own, called name@rankN: {self.apart[0]}")
+            notes.append(
+                f"{counted(len(self.apart), 'tensor', 'are')} single ranks' own, called name@rankN: {self.apart[0]}"
+            )
         if self.unknown_shape:
             notes.append(
-                f"{len(self.unknown_shape):,} sharded tensors: the end of their last part was taken for their shape, "
+                f"{counted(len(self.unknown_shape), 'sharded tensor')}: the end of their last part was taken for "
+                "their shape, "
                 "which a snapshot does not record"
             )
         if self.kept_whole:
-            notes.append(f"{len(self.kept_whole):,} quantised tensors are objects: {self.kept_whole[0]}")
+            notes.append(f"{counted(len(self.kept_whole), 'quantised tensor', 'are')} objects: {self.kept_whole[0]}")
         return notes
 
     def _add_objects(self, fqn: str, entries: Sequence[Entry]) -> None:
@@ -245,7 +250,7 @@ class _Building:
             self.containers.add(shard.location)
         elif shard.nbytes not in (nbytes, -1) or (shard.nbytes == -1 and size not in (nbytes, -1)):
             raise FormatError(
-                f"{kind.name}{list(shard.sizes)} takes {nbytes:,} bytes, {shard.location} has "
+                f"{kind.name}{list(shard.sizes)} takes {counted(nbytes, 'byte')}, {shard.location} has "
                 f"{shard.nbytes if shard.nbytes != -1 else size:,}",
                 where=self.columns.metas[tensor].fqn,
             )

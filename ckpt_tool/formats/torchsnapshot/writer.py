@@ -22,6 +22,7 @@ from ckpt_tool.formats.torchsnapshot.tree import CONTAINERS, Leaf, trees
 from ckpt_tool.manifest.model import Blob, FileEntry
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import counted
 
 __all__ = ["WRITER", "TorchSnapshotWriter"]
 
@@ -211,7 +212,9 @@ def _check(request: WriteRequest) -> None:
     absent = (np.bincount(boxes.tensor, minlength=len(tensors)) == 0) & (tensors.numel > 0)
     if absent.any():
         fqn = tensors.fqns[int(np.flatnonzero(absent)[0])]
-        raise LayoutError(f"{int(absent.sum()):,} tensors have no box on any rank, {fqn!r} is one", where=fqn)
+        raise LayoutError(
+            f"{counted(int(absent.sum()), 'tensor', 'have')} no box on any rank, {fqn!r} is one", where=fqn
+        )
 
 
 WRITER = TorchSnapshotWriter()

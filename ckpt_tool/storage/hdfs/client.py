@@ -20,6 +20,7 @@ from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.hdfs.calls import HdfsError, Watch, watched
 from ckpt_tool.storage.http_client import HttpClient, silence_s
 from ckpt_tool.storage.retry import attempt, retried
@@ -138,7 +139,8 @@ class HdfsClient:
             if size < offset + length:
                 got = max(size - offset, 0)
                 raise StorageError(
-                    f"expected {length:,} bytes, got {got:,} before the end of the file ({length - got:,} missing)",
+                    f"expected {counted(length, 'byte')}, got {got:,} before the end of the file ({length - got:,} "
+                    "missing)",
                     where=f"{where}:{offset}",
                 )
             return _all_of(reader, offset, length, watch)
@@ -312,7 +314,7 @@ def _all_of(reader: Any, offset: int, length: int, watch: Watch) -> bytearray:
         data[at : at + len(piece)] = piece
         at += len(piece)
     if at != length:
-        raise ConnectionError(f"expected {length:,} bytes, got {at:,}")
+        raise ConnectionError(f"expected {counted(length, 'byte')}, got {at:,}")
     return data
 
 

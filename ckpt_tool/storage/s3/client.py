@@ -20,6 +20,7 @@ from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.http_client import HttpClient, HttpStatusError, Response, ShortAnswerError
 from ckpt_tool.storage.retry import retried
 from ckpt_tool.storage.s3.credentials import read_settings
@@ -303,7 +304,7 @@ def _failure(answer: Response, bucket_url: str) -> Exception:
 def _ends_early(where: str, offset: int, length: int, size: int) -> StorageError:
     got = max(size - offset, 0)
     return StorageError(
-        f"expected {length:,} bytes, got {got:,} before the end of the file ({length - got:,} missing)",
+        f"expected {counted(length, 'byte')}, got {got:,} before the end of the file ({length - got:,} missing)",
         where=f"{where}:{offset}",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.s3.client import S3Client, S3Object, split_s3_url
@@ -69,7 +70,7 @@ class S3Store:
             known = known if known is not None else self._size(key, where)
         if known is not None and known < offset + length:
             got = max(known - offset, 0)
-            raise StorageError(f"expected {length:,} bytes, got {got:,}", where=f"{where}:{offset}")
+            raise StorageError(f"expected {counted(length, 'byte')}, got {got:,}", where=f"{where}:{offset}")
         data = bytearray(length)
         if length:
             self._client.read_into(key, offset, memoryview(data), where=where)

@@ -214,7 +214,7 @@ def too_long(fields: dict[str, Any]) -> None:
         (unsafe_shell, UnsafePickle, "asks for os.system"),
         (foreign_shell, Unsupported, "a stored dict, expected a plain tensor"),
         (no_shells, FormatError, "all_tensor_metadata is a NoneType, expected a dict"),
-        (short_names, FormatError, r"'_flat_param' records 4 parts, 4 marks of padding, 1 names and 2 shapes"),
+        (short_names, FormatError, r"'_flat_param' records 4 parts, 4 marks of padding, 1 name and 2 shapes"),
         (other_shape, FormatError, r"'emb.weight' in '_flat_param' has shape \[101, 6\] and 505 elements"),
         (too_long, FormatError, "holds 1,016 elements, its parts are 1,116"),
     ],

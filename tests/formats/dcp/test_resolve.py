@@ -243,7 +243,7 @@ def test_cut_and_missing_files() -> None:
     with pytest.raises(NotFound, match=r"__2_0\.distcp: the file is missing; it holds a chunk of 'w'"):
         resolved(gone)
     (finding,) = READER.check(gone, READER.read(gone))
-    assert (finding.kind, finding.message) == ("missing-file", "the file is missing; it holds parts of 1 entries: w")
+    assert (finding.kind, finding.message) == ("missing-file", "the file is missing; it holds parts of 1 entry: w")
 
 
 def test_unknown_files() -> None:

@@ -259,11 +259,11 @@ def test_objects_that_need_a_word() -> None:
     layout = WRITER.lay_out(request(tensors, blobs=blobs))
     assert layout.manifest.notes == (
         "cfg holds objects of my.config.Settings, which torch.load reads with weights_only=False only",
-        "of 1 objects there are several copies, of which the first is kept: n",
+        "of 1 object there are several copies, of which the first is kept: n",
     )
     assert [(blob.fqn, blob.value) for blob in layout.manifest.blobs] == [("n", 1), ("cfg", {"settings": foreign})]
     held = TensorRef(StorageRef(DTYPES["float32"], "0", "cpu", 4), 0, (4,), (1,), DTYPES["float32"])
-    with pytest.raises(Unsupported, match="'x' holds 1 tensors whose bytes are not at hand"):
+    with pytest.raises(Unsupported, match="'x' holds 1 tensor whose bytes are not at hand"):
         WRITER.lay_out(request(tensors, blobs=(Blob("x", "value", None, value=[held], is_loaded=True),)))
     with pytest.raises(Unsupported, match="'x' was not read"):
         WRITER.lay_out(request(tensors, blobs=(Blob("x", "torch_save", None),)))

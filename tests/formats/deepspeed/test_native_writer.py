@@ -276,5 +276,5 @@ def test_steps_that_differ(tmp_path: Path) -> None:
         reshard(tmp_path / "state.pt", tmp_path / "target", to="deepspeed", zero_stage=2, durable=False)
     del state["optimizer"]["state"]["b"]
     torch.save(state, tmp_path / "state.pt")
-    with pytest.raises(LayoutError, match="1 parameters of group 0 have no state"):
+    with pytest.raises(LayoutError, match="1 parameter of group 0 has no state"):
         reshard(tmp_path / "state.pt", tmp_path / "target", to="deepspeed", zero_stage=2, durable=False)

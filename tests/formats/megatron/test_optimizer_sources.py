@@ -127,7 +127,7 @@ def test_what_no_optimizer_of_megatron_can_hold(tmp_path: Path) -> None:
         reshard(save_dcp(state, tmp_path / "two"), tmp_path / "no", to="megatron-dist", **options)
     norm["step"] = torch.tensor(10.0)
     del norm["exp_avg_sq"]
-    with pytest.raises(LayoutError, match="1 weights have no optimizer state, which Megatron asks for"):
+    with pytest.raises(LayoutError, match="1 weight has no optimizer state, which Megatron asks for"):
         reshard(save_dcp(state, tmp_path / "one"), tmp_path / "no", to="megatron-dist", **options)
     del state["optim"]["state"]["model.layers.1.self_attn.k_proj.weight"]["exp_avg"]
     with pytest.raises(LayoutError, match=r"self_attn.k_proj.weight have no .*exp_avg"):

@@ -123,16 +123,16 @@ def test_what_it_refuses() -> None:
     def request(fqn: str) -> object:
         return WRITER.lay_out(request_of({(fqn,): (FP32, (2, 2))}, one))
 
-    with pytest.raises(Unsupported, match="1 of 1 tensors do not have nanotron's names: w"):
+    with pytest.raises(Unsupported, match="1 of 1 tensor does not have nanotron's names: w"):
         request("w")
-    with pytest.raises(Unsupported, match="there are 1 states and objects: optimizer"):
+    with pytest.raises(Unsupported, match="the source has 1 other entry: optimizer"):
         request(f"optimizer.state.{BLOCK}.o_proj.weight.exp_avg")
     with pytest.raises(LayoutError, match="does not tell whether they do"):
         request(f"{BLOCK}.router.weight")
     with pytest.raises(Unsupported, match="no file of nanotron's can be called so"):
         request(f"../{BLOCK}..o_proj.weight")
     blob = Blob("step", "value", None, 1, ("step",), is_loaded=True)
-    with pytest.raises(Unsupported, match="there are 1 states and objects: step"):
+    with pytest.raises(Unsupported, match="the source has 1 other entry: step"):
         WRITER.lay_out(request_of({(f"{BLOCK}.o_proj.weight",): (FP32, (2, 2))}, one, blobs=[blob]))
     halves = [(0, Box((row, 0), (1, 2)), row) for row in (0, 1)]
     with pytest.raises(LayoutError, match="expected one whole box of each tensor"):

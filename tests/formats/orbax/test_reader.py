@@ -123,7 +123,7 @@ def test_chunks_left_out_are_zeros_where_nothing_says_otherwise(tmp_path: Path) 
     (step / "params.layers_0.kernel/1.0").unlink()
     with open_checkpoint(step) as checkpoint:
         found = checkpoint["params.layers_0.kernel"][:]
-        assert "1 chunks are not stored and hold the fill value 0" in checkpoint.manifest.notes[0]
+        assert "1 chunk is not stored, which stands for the fill value 0" in checkpoint.manifest.notes[0]
     with open_checkpoint(CHECKPOINTS / "orbax_files/ckpt/3") as checkpoint:
         truth = checkpoint["params.layers_0.kernel"][:].copy()
     truth[3:, :5] = 0
@@ -246,4 +246,4 @@ def test_files_without_checksums_are_those_on_the_disk() -> None:
         entries = [entry for entry in checkpoint.manifest.files if entry.part is not None]
     n = len({entry.part.path for entry in entries if entry.part is not None})
     assert n < len(entries)
-    assert said["not-covered"].startswith(f"not covered: {n} of {n} files record no checksum")
+    assert said["not-covered"].startswith(f"not covered: {n} of {n} file")

@@ -214,7 +214,7 @@ def test_a_missing_rank_is_named_and_leaves_a_gap(tmp_path: Path) -> None:
     store = MemoryStore(stored_bytes(tmp_path))
     manifest = READER.read(source_of(store))
     assert manifest.info["missing_files"] == ["model_world_size_4_rank_2.pt"]
-    assert "1 rank files are missing: model_world_size_4_rank_2.pt" in manifest.notes
+    assert "1 rank file is missing: model_world_size_4_rank_2.pt" in manifest.notes
     rows = manifest.chunks.rows_of(manifest.tensor_id("0.weight"))
     assert int(manifest.chunks.sizes[rows, 0].sum()) == 97 - 24
     findings = list(READER.check(source_of(store), manifest))

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused() -> None:
     tensors: Tensors = {("w",): (dtype("int32"), (2,))}
     with pytest.raises(LayoutError, match="expected ranks 0 to 0, got 3 to 3"):
         WRITER.lay_out(request_of(tensors, [(0, Box((0,), (2,)), 3)]))
-    with pytest.raises(LayoutError, match="1 tensors have no box on any rank, 'w' is one"):
+    with pytest.raises(LayoutError, match="1 tensor has no box on any rank, 'w' is one"):
         WRITER.lay_out(request_of(tensors, []))
     own: Tensors = {("__ckpt_layout__",): (dtype("int32"), (2,))}
     with pytest.raises(Unsupported, match="this format's own"):

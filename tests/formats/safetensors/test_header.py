@@ -151,10 +151,10 @@ def test_two_names_of_the_same_bytes_are_kept_apart() -> None:
 
 
 CONTRADICTIONS = [
-    ("overlap", {"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, 3, r"'b' starts 1 bytes before 'a' ends"),
-    ("hole", {"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, 3, r"1 bytes before 'b' belong to no tensor"),
-    ("hole at the start", {"a": entry("U8", [1], 1, 2)}, 2, r"1 bytes before 'a' belong to no tensor"),
-    ("trailing", {"a": entry("U8", [1], 0, 1)}, 3, r"2 bytes after the last tensor belong to none"),
+    ("overlap", {"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, 3, r"'b' starts 1 byte before 'a' ends"),
+    ("hole", {"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, 3, r"1 byte before 'b', of no tensor"),
+    ("hole at the start", {"a": entry("U8", [1], 1, 2)}, 2, r"1 byte before 'a', of no tensor"),
+    ("trailing", {"a": entry("U8", [1], 0, 1)}, 3, r"2 bytes after the last tensor, of none"),
     ("trailing, no tensor", {}, 3, r"3 bytes after the last tensor"),
     ("cut", {"a": entry("U8", [9], 0, 9)}, 4, r"'a' ends at byte 77, the file has 72 \(5 missing\)"),
     ("length", {"a": entry("F32", [2], 0, 4)}, 4, r"F32 of shape \[2\] takes 8 bytes, its data_offsets span 4"),

@@ -65,7 +65,7 @@ def test_an_absent_file_is_an_error_and_the_rest_is_readable() -> None:
     assert manifest.tensors.fqns == ("w", "v")
     assert found["missing-file"].severity is Severity.ERROR
     assert found["missing-file"].message == (
-        f"{B} is named by {INDEX} and is not here; 1 of its 1 tensors are in no other file: 'u'"
+        f"{B} is named by {INDEX} and is not here; 1 of its 1 tensor is in no other file: 'u'"
     )
     assert manifest.info["missing_files"] == [B]
     assert found["missing-file"].message in manifest.notes

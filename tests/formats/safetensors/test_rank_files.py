@@ -204,7 +204,7 @@ def test_requests_that_cannot_be_laid_out() -> None:
     six = [DTYPES["float6_e2m3fn"]]
     with pytest.raises(LayoutError, match="expected ranks 0 to 1, got 0 to 3"):
         WRITER.lay_out(request(METAS, BOXES, 2))
-    with pytest.raises(LayoutError, match="1 tensors have no box on any rank, 'w' is one"):
+    with pytest.raises(LayoutError, match="1 tensor has no box on any rank, 'w' is one"):
         WRITER.lay_out(request([meta("w", "uint8", (1,))], []))
     with pytest.raises(UsageError, match=r"'ckpt.rank' is one of the format's own"):
         WRITER.lay_out(full_request(options=WriterOptions(metadata={"ckpt.rank": "1"})))

@@ -98,7 +98,7 @@ def test_an_object_with_tensors_inside_needs_its_bytes() -> None:
     """A pickle made anew has no place for what the tensors hold; nothing is dropped silently."""
     storage = StorageRef(DTYPES["uint8"], "0", "cpu", 3)
     value = {"state": TensorRef(storage, 0, (3,), (1,), DTYPES["uint8"])}
-    with pytest.raises(Unsupported, match="object 'rng' has 1 tensors inside, and its original bytes were not given"):
+    with pytest.raises(Unsupported, match="object 'rng' has 1 tensor inside, and its original bytes were not given"):
         saved(full_request(blobs=(Blob("rng", "value", None, value, is_loaded=True),)))
 
 

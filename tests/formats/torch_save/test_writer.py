@@ -196,7 +196,7 @@ def test_what_weights_only_refuses_is_noted(found: Any, *, is_refused: bool) -> 
     if is_refused:
         with pytest.raises(UnpicklingError):
             load(data)
-        assert notes == ("torch.load needs weights_only=False for 1 objects: x; --exclude leaves them out",)
+        assert notes == ("torch.load needs weights_only=False for 1 object: x; --exclude leaves them out",)
     else:
         load(data)
         assert notes == ()

@@ -169,7 +169,7 @@ def test_what_it_has_not() -> None:
     one = [(0, Box.whole((2,)), 0)]
     with pytest.raises(Unsupported, match=r"no plain bytes of these types: complex64 \('m\.w'\)"):
         WRITER.lay_out(request_of({("m", "w"): (DTYPES["complex64"], (2,))}, one))
-    with pytest.raises(LayoutError, match=r"m\.w: 1 tensors have no box on any rank"):
+    with pytest.raises(LayoutError, match=r"m\.w: 1 tensor has no box on any rank"):
         WRITER.lay_out(request_of({("m", "w"): (FP32, (2,))}, []))
     with pytest.raises(LayoutError, match="a box is of rank 1, the target has 1"):
         WRITER.lay_out(request_of({("m", "w"): (FP32, (2,))}, [(0, Box.whole((2,)), 1)]))
