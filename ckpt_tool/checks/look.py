@@ -6,12 +6,11 @@ What several looks have seen of one chunk is put together afterwards, so that no
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.checks.bits import BitPatterns, bit_patterns, hold_numbers, scan_non_finite
 from ckpt_tool.checks.blocks import Clip
 from ckpt_tool.checks.places import global_indices, is_packed
-from ckpt_tool.checks.repeats import sample_step, sampled_chunks, take_samples
+from ckpt_tool.checks.repeats import Samples, sample_step, sampled_chunks, take_samples
 from ckpt_tool.checks.zeros import Run, shortest_run, zero_runs
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import CkptError
@@ -80,8 +79,7 @@ class Seen:
     notes: dict[int, Notes] = field(default_factory=dict)
     """By number of the scan; of chunks that something was found in."""
     unread: list[Unread] = field(default_factory=list)
-    samples: list[tuple[int, Int64Array, npt.NDArray[np.uint64]]] = field(default_factory=list)
-    """Row of the chunk, and what `take_samples` took of it."""
+    samples: list[Samples] = field(default_factory=list)
 
     def add(self, other: Seen) -> None:
         """What was seen in other blocks."""
@@ -127,7 +125,7 @@ class Look:
         scan = self._scans[number]
         if scan.step:
             offset = int(self._manifest.chunks.offset[scan.row])
-            self._seen.samples.append((scan.row, *take_samples(clip.data, clip.start, offset, scan.step)))
+            self._seen.samples += take_samples(scan.row, clip.data, clip.start, offset, scan.step)
         if scan.patterns is None and scan.min_run is None:
             return
         width = scan.nbytes

@@ -28,14 +28,14 @@ __all__ = ["Samples", "repeat_findings", "sample_step", "sampled_chunks", "take_
 _SAMPLE_NBYTES = 32
 _MIN_CHUNK_NBYTES = 16 << 10
 _MIN_STEP = 4 << 10
-_MAX_SAMPLES = 1 << 17
+_MAX_SAMPLES = 1 << 15
 _MAX_PLACES = 256
 """Suspected places that are compared; one is enough to tell."""
 _MAX_COMPARED = 64 << 10
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], dtype=np.uint64)
 
-Samples = tuple[Int64Array, npt.NDArray[np.uint64]]
-"""Positions of samples, in bytes of a chunk, and what stands there, mixed into a number."""
+Samples = tuple[int, int, npt.NDArray[np.uint64]]
+"""Row of the chunk, byte of it at which the first sample stands, and uint64[n, 4], what each consists of."""
 
 
 def sampled_chunks(manifest: Manifest, rows: Int64Array, packed: BoolArray) -> BoolArray:
@@ -51,7 +51,7 @@ def sample_step(nbytes: int) -> int:
     """Bytes from one sample to the next, for so many bytes in all.
 
     >>> sample_step(1 << 20), sample_step(8 << 30)
-    (4096, 65536)
+    (4096, 262144)
     """
     step = _MIN_STEP
     while step * _MAX_SAMPLES < nbytes:
@@ -59,26 +59,16 @@ def sample_step(nbytes: int) -> int:
     return step
 
 
-def take_samples(data: npt.NDArray[np.uint8], start: int, offset: int, step: int) -> Samples:
+def take_samples(row: int, data: npt.NDArray[np.uint8], start: int, offset: int, step: int) -> Iterator[Samples]:
     """Samples of the part of a chunk that begins ``start`` bytes in it; the chunk begins at ``offset`` of its file.
 
-    Left out is what consists of one repeated number of eight bytes, such as zeros or ones.
+    They are only copied here, in the pass over all bytes: what they say is worked out once for all of them.
     """
-    positions: list[Int64Array] = []
-    mixed: list[npt.NDArray[np.uint64]] = []
     for first in {-start % step, -(offset + start) % step}:
         n = (len(data) - first - _SAMPLE_NBYTES) // step + 1
-        if n <= 0:
-            continue
-        words = data[first : first + (n - 1) * step + _SAMPLE_NBYTES].view(np.uint64)
-        one, two, three, four = (words[word :: step // 8] for word in range(4))
-        found = one * _FACTORS[0] + two * _FACTORS[1] + three * _FACTORS[2] + four * _FACTORS[3]
-        place = np.flatnonzero((one != two) | (one != three) | (one != four))
-        positions.append(start + first + step * place)
-        mixed.append(found if len(place) == n else found[place])
-    if not positions:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64)
-    return np.concatenate(positions), np.concatenate(mixed)
+        if n > 0:
+            words: npt.NDArray[np.uint64] = np.ndarray((n, 4), np.uint64, data.data, first, (step, 8))
+            yield row, start + first, words.copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +85,12 @@ class _Suspect:
     """From the first sample to the last without a gap."""
 
 
-def repeat_findings(
-    manifest: Manifest, samples: list[tuple[int, Int64Array, npt.NDArray[np.uint64]]], step: int, store: Store
-) -> Iterator[Finding]:
+def repeat_findings(manifest: Manifest, samples: list[Samples], step: int, store: Store) -> Iterator[Finding]:
     """One finding for each tensor that repeats itself or another; each is confirmed by reading both places.
 
     Args:
         manifest: its chunks are resolved.
-        samples: rows of the chunk table with their `Samples`.
+        samples: of all chunks that are sampled.
         step: the distance of samples.
         store: reads what is compared.
     """
@@ -135,13 +123,20 @@ def _ends(suspect: _Suspect) -> tuple[tuple[int, int], tuple[int, int]]:
     return (suspect.row, suspect.first), (suspect.other, suspect.first + suspect.displacement)
 
 
-def _suspects(samples: list[tuple[int, Int64Array, npt.NDArray[np.uint64]]], step: int) -> list[_Suspect]:
-    """What equal samples suggest, the longest first."""
+def _suspects(samples: list[Samples], step: int) -> list[_Suspect]:
+    """What equal samples suggest, the longest first.
+
+    Left out is what consists of one repeated number of eight bytes, such as zeros or ones.
+    """
     if not samples:
         return []
-    rows = np.concatenate([np.full(len(each[1]), each[0], dtype=np.int64) for each in samples])
-    positions = np.concatenate([each[1] for each in samples])
-    mixed = np.concatenate([each[2] for each in samples])
+    words = np.concatenate([each[2] for each in samples])
+    lengths = np.array([len(each[2]) for each in samples])
+    within = np.arange(len(words)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    rows, positions = (np.repeat([each[column] for each in samples], lengths) for column in range(2))
+    kept = np.flatnonzero((words[:, 1:] != words[:, :1]).any(axis=1))
+    rows, positions = rows[kept], (positions + step * within)[kept]
+    mixed = (words[kept] * _FACTORS).sum(axis=1, dtype=np.uint64)
     ordered = np.sort(mixed)
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     is_again = np.isin(mixed, again)
