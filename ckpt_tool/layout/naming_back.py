@@ -210,7 +210,9 @@ def _count(what: str, found: set[int | None], facts: Mapping[str, Fact], where: 
         said = "" if fact is None else f" ({fact.evidence} says {n:,})"
         some = ", ".join(map(str, (absent or extra)[:_N_LISTED]))
         raise LayoutError(
-            f"{len(absent or extra):,} {what} {'are missing' if absent else 'are too many'}: {some}{said}", where=where
+            f"{counted(len(absent or extra), what.removesuffix('s'), 'are')} {'missing' if absent else 'too many'}: "
+            f"{some}{said}",
+            where=where,
         )
     return n
 
