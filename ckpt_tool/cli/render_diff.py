@@ -59,8 +59,7 @@ def _group(group: DiffGroup, width: int, limit: int | None) -> list[Line]:
         head = line(head, "  ", Span(group.reason, "bold"))
     folded = _folded(group.members)
     table = [_cells(name, members) for name, members in folded[:limit]]
-    table = [*_heads(table), *table]
-    lines = [line(head), *flat(fitted(table, "lrlrrrrl", width, indent="  "))]
+    lines = [line(head), *flat(fitted(table, "lrlrrrrl", width, indent="  ", heads=_heads(table)))]
     if group.reason is not None:
         texts = dict.fromkeys(_reason(member) for member in group.members)
         shown = list(texts)[:3]
@@ -74,13 +73,13 @@ def _group(group: DiffGroup, width: int, limit: int | None) -> list[Line]:
     return lines
 
 
-def _heads(table: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
+def _heads(table: Sequence[Sequence[Cell]]) -> list[str]:
     """The names of the columns that have anything in them; none where no element was measured."""
     names = ("tensor", "", "", "differing", "max abs", "max rel", "max ulp", "first")
     used = [any(width_of(row[at]) for row in table) for at in range(len(names))]
     if not any(used[3:]):
         return []
-    return [[Span(name if has else "", "bold") for name, has in zip(names, used, strict=True)]]
+    return [name if has else "" for name, has in zip(names, used, strict=True)]
 
 
 def _cells(name: str, members: Sequence[TensorDiff]) -> list[Cell]:

@@ -160,30 +160,42 @@ def fitted(
     name: int = 0,
     spare: Sequence[int] = (),
     indent: str = "",
+    heads: Sequence[str] = (),
 ) -> list[list[Line]]:
     """For each row its lines, aligned as by `columns` and no wider than ``width`` (but for longer cells).
 
     Where columns do not fit, those of ``spare`` go, one after another; then the column ``name`` takes a line for
-    itself, with the others below it, which go on in the next line where they must.
+    itself, with the others below it, which go on in the next line where they must. ``heads`` name the columns: in a row
+    of their own, or each before its cell where cells go on in the next line.
 
     >>> rows = [["long/name", "12 B", "x"], ["b", "3 B", "y"]]
     >>> [[plain(found) for found in row] for row in fitted(rows, "lrl", 12, spare=[2])]
     [['long/name', '    12 B'], ['b', '     3 B']]
     """
+    titled = [[Span(head, "bold") for head in heads], *rows] if any(heads) else list(rows)
     kept = list(range(len(align)))
     for without in (None, *spare):
         if without is not None:
             kept.remove(without)
-        lines = columns([[row[at] for at in kept] for row in rows], "".join(align[at] for at in kept), indent=indent)
+        lines = columns([[row[at] for at in kept] for row in titled], "".join(align[at] for at in kept), indent=indent)
         if all(width_of(found) <= width for found in lines):
             return [[found] for found in lines]
     rest = [at for at in kept if at != name]
     below = f"{indent}    "
-    lines = columns([[row[at] for at in rest] for row in rows], "".join(align[at] for at in rest), indent=below)
-    fits = all(width_of(found) <= width for found in lines)
+    lines = columns([[row[at] for at in rest] for row in titled], "".join(align[at] for at in rest), indent=below)
+    if all(width_of(found) <= width for found in lines):
+        return [[line(indent, row[name]), found] for row, found in zip(titled, lines, strict=True)]
+    named = [f"{heads[at]} " if heads and heads[at] else "" for at in rest]
     return [
-        [line(indent, row[name]), *([found] if fits else _flowed([row[at] for at in rest], width, below))]
-        for row, found in zip(rows, lines, strict=True)
+        [
+            line(indent, row[name]),
+            *_flowed(
+                [line(head, row[at]) if width_of(row[at]) else "" for head, at in zip(named, rest, strict=True)],
+                width,
+                below,
+            ),
+        ]
+        for row in rows
     ]
 
 
