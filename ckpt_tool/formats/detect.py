@@ -142,7 +142,7 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     what = [
         f"{path} is {what}" for path in top[:_SHOWN] if (what := what_is(source.head(path, HEAD_NBYTES))) is not None
     ]
-    why = "; ".join(what) or _reasons(likely)
+    why = _reasons(likely) if likely[0][0].confidence > 0 else "; ".join(what) or _reasons(likely)
     place = "a tar archive with " if isinstance(source.store, TarStore) else ""
     return NotFound(
         f"{place}no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({why})",

@@ -48,7 +48,9 @@ def with_adapter(base: Checkpoint, adapter: Checkpoint, memory_budget_bytes: int
     store = Beside(base.source.store, adapter.source.store, frozenset(guests), listing)
     source = Source(store, listing)
     said = dict.fromkeys((*base.manifest.notes, *adapter.manifest.notes))
-    manifest = READER.read(source).replace(notes=tuple(said))
+    manifest = READER.read_together(source, (*base.manifest.files.paths, *adapter.manifest.files.paths)).replace(
+        notes=tuple(said)
+    )
     joined = Checkpoint(base.url, source, READER, manifest, memory_budget_bytes)
     twice = sorted(path for path in there.sizes if path in own)
     notes = [

@@ -5,7 +5,7 @@ The headers decide: the index says which files belong together and, where a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tool.errors import FormatError, NotFound
@@ -75,7 +75,17 @@ class SafetensorsIndexReader(ResolvedReader):
         Raises:
             FormatError: without an index, one tensor is in two files.
         """
-        found = _contents(source)
+        return self._manifest(source, _contents(source))
+
+    def read_together(self, source: Source, paths: Iterable[str]) -> Manifest:
+        """The manifest of these files as one model, an adapter beside its base among them; no index is asked.
+
+        Raises:
+            FormatError: one tensor is in two of them.
+        """
+        return self._manifest(source, _together(source, tuple(sorted(paths))))
+
+    def _manifest(self, source: Source, found: _Contents) -> Manifest:
         taken_from = homes_of(found.held, found.index.weight_map if found.index else {})
         boxes = (
             whole_box(entry, header, row)
@@ -143,12 +153,16 @@ def _contents(source: Source) -> _Contents:
             where=listing.url,
             hint="fetch them: only the index was copied",
         )
-    headers = read_headers(source, paths)
-    found = _Contents(
-        index, paths, tuple(headers), tuple(p for p in here if index is not None and p not in index.files)
-    )
     if index is None:
-        _refuse_duplicates(found.held, listing.url)
+        return _together(source, paths)
+    strays = tuple(p for p in here if p not in index.files)
+    return _Contents(index, paths, tuple(read_headers(source, paths)), strays)
+
+
+def _together(source: Source, paths: tuple[str, ...]) -> _Contents:
+    """Headers of files that no index speaks of."""
+    found = _Contents(None, paths, tuple(read_headers(source, paths)), ())
+    _refuse_duplicates(found.held, source.listing.url)
     return found
 
 
