@@ -176,8 +176,8 @@ def placement_intervals(
     """
     if not len(axis_sizes) == len(coord) == len(placements):
         raise LayoutError(
-            f"mesh of {len(axis_sizes)} axes, coordinate of {len(coord)} and "
-            f"{counted(len(placements), 'placement', 'do')} not match"
+            f"axes of the mesh: {len(axis_sizes)}, coordinates: {len(coord)}, placements: {len(placements)}; "
+            "expected as many of each"
         )
     intervals: list[list[Interval]] = [[(0, length)] if length else [] for length in shape]
     for parts, part, placement in zip(axis_sizes, coord, placements, strict=True):

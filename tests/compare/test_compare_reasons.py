@@ -198,7 +198,7 @@ def test_shifts(by: int) -> None:
     """Elements that lie behind or before where they should are seen, by whole rows or not."""
     flat = random(50 * 10).reshape(-1)
     a, b = flat[100:400], flat[100 - by : 400 - by]
-    where = f"B holds A {abs(by)} elements {'later' if by > 0 else 'earlier'}"
+    where = f"B holds A {abs(by)} element{'s' if abs(by) > 1 else ''} {'later' if by > 0 else 'earlier'}"
     assert reason(a.reshape(30, 10), b.reshape(30, 10)) == ("shifted", where)
     assert reason(a, b) == ("shifted", where)
 

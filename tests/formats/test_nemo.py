@@ -104,7 +104,8 @@ def nemo_1(name: str, folder: Path, **settings: object) -> Path:
     n_stages = 0
     for file in sorted((CHECKPOINTS / name / "ckpt").glob("iter_*/mp_rank_*/model_optim_rng.pt")):
         _, _, tensor, *stage = file.parent.name.split("_")
-        with open_checkpoint(file) as found:
+        alone = shutil.copy(file, folder.parent / "alone.pt")  # where it stands it is known as one of several
+        with open_checkpoint(alone) as found:
             weights = {fqn: view.torch() for fqn, view in found.items() if fqn.startswith("model.")}
         n_stages = max(n_stages, *(int(one) + 1 for one in (*stage, "0")))
         place = folder / (f"tp_rank_{tensor}_pp_rank_{stage[0]}" if stage else f"mp_rank_{tensor}")
@@ -138,7 +139,7 @@ def test_a_rank_of_nemo_1_that_is_missing(tmp_path: Path) -> None:
     """By the numbers of folders, or by the settings."""
     folder = nemo_1("legacy_t2p2", tmp_path / "in")
     shutil.rmtree(folder / "tp_rank_01_pp_rank_000")
-    with pytest.raises(NotFound, match=r"1 of 4 rank folders are missing"):
+    with pytest.raises(NotFound, match=r"1 of 4 rank folders is missing"):
         open_checkpoint(folder)
     shutil.rmtree(folder / "tp_rank_01_pp_rank_001")
     with pytest.raises(NotFound, match=r"2 of 4 rank folders are missing, such as tensor-parallel rank 1"):

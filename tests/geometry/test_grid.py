@@ -199,7 +199,7 @@ def test_not_every_local_tensor_is_one_box() -> None:
 @pytest.mark.parametrize(
     ("coord", "placements", "message"),
     [
-        ((0,), [("shard", 0)], "do not match"),
+        ((0,), [("shard", 0)], "expected as many of each"),
         ((0, 2), [("shard", 0), ("replicate",)], "outside a mesh"),
         ((0, 0), [("shard", 2), ("replicate",)], "no dimension 2"),
     ],

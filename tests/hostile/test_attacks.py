@@ -38,7 +38,7 @@ SAID = {
     "calls torch.serialization.os.system": "reaches a module that can run code through another",
     "a call in what follows the end": "bytes follow the pickle",
     "overlapping members": "ends at byte",
-    "duplicate names": "have the name of another",
+    "duplicate names": "the name of another",
     "overlap": "before 'a' ends",
     "duplicate keys": "'a' is listed twice",
     "NaN": "which is not JSON",

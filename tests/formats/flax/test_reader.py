@@ -70,7 +70,7 @@ def test_the_builder_is_right() -> None:
         (b"\x81", "are left"),
         (b"\x81\xa1x", "are left"),
         (b"\x81\xa1x" + array()[:-1], "are left"),
-        (b"\x81\xa1x" + array() + b"\xc0", "follow the value"),
+        (b"\x81\xa1x" + array() + b"\xc0", "1 byte follows the value"),
         (b"\x81\xa1x\xdf\xff\xff\xff\xff", "are left"),
         (b"\x81\xa1x\xdd\xff\xff\xff\xff", "are left"),
         (b"\x81\xa1x\xc6\xff\xff\xff\xff", "are left"),

@@ -54,7 +54,8 @@ def test_tracker_that_points_nowhere_lists_what_is_there(reader: Reader, files: 
     with pytest.raises(NotFound) as caught:
         reader.read(source)
     assert caught.value.message == (
-        f"{TRACKER} names 30, but iter_0000030 is not there; complete iterations: iter_0000010, iter_0000020"
+        f"{TRACKER} names 30, but iter_0000030 is not there, or an empty folder; complete iterations: iter_0000010, "
+        "iter_0000020"
     )
     assert caught.value.hint == 'name one of them: "memory:/iter_0000020"'
 

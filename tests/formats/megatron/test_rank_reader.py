@@ -100,7 +100,7 @@ def test_missing_rank_folder_is_named() -> None:
     """A rank whose folder is missing is an error that names it, never a smaller model."""
     files = stored_bytes(CHECKPOINTS / "legacy_t2p2/ckpt")
     kept = {path: data for path, data in files.items() if "mp_rank_01_001" not in path}
-    with pytest.raises(NotFound, match=r"1 of 4 rank folders are missing.* rank 1 of stage 1"):
+    with pytest.raises(NotFound, match=r"1 of 4 rank folders is missing.* rank 1 of stage 1"):
         READER.read(source_of(MemoryStore(kept)))
 
 
@@ -108,7 +108,7 @@ def test_missing_optimizer_file_is_named() -> None:
     """A rank without optimizer state, where others have it, is an error."""
     files = stored_bytes(CHECKPOINTS / "legacy_t2p2/ckpt")
     kept = {path: data for path, data in files.items() if path != "iter_0000010/mp_rank_00_001/distrib_optim.pt"}
-    with pytest.raises(NotFound, match="1 of 4 ranks lack it") as caught:
+    with pytest.raises(NotFound, match="1 of 4 ranks lacks it") as caught:
         READER.read(source_of(MemoryStore(kept)))
     assert caught.value.where == "iter_0000010/mp_rank_00_001/distrib_optim.pt"
 

@@ -162,7 +162,7 @@ def test_every_truncation_of_a_pickle_is_refused() -> None:
 def test_bytes_behind_the_pickle_are_refused_and_prefixes_say_what_they_used() -> None:
     """A whole file is one pickle; consecutive pickles are read one by one."""
     first, second = pickle.dumps([1], protocol=2), pickle.dumps({"k": 2}, protocol=4)
-    with pytest.raises(FormatError, match="follow the pickle"):
+    with pytest.raises(FormatError, match="1 byte follows the pickle"):
         load_pickle(first + b"x", where="x.pt")
     assert load_prefix(first + second, where="x.pt") == ([1], len(first))
     assert load_prefix(first + second, where="x.pt", start=len(first)) == ({"k": 2}, len(second))

@@ -70,7 +70,7 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
     weight = torch.ones(2)
     state = {"state": {"w": {"exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
     cases: dict[str, tuple[dict[str, Any], str]] = {
-        "stranger": ({"model": {"w": weight}, "optimizer": state, "rng": weight}, "are of neither: rng"),
+        "stranger": ({"model": {"w": weight}, "optimizer": state, "rng": weight}, "1 tensor is of neither: rng"),
         "two": ({"model": {"w": weight}, "optimizer": state, "optim": state}, "veScale has one optimizer"),
         "bare": ({"model": {"w": weight}, "optimizer": {"state": state["state"]}}, "hyperparameters"),
     }
