@@ -85,20 +85,6 @@ def _strided(storage: object, offset: Any, shape: object, strides: object, dtype
     return TensorRef(storage, offset, sizes, steps, actual)
 
 
-def _npu_tensor(
-    storage: object,
-    offset: object,
-    shape: object,
-    strides: object,
-    requires_grad: object,
-    hooks: object,
-    npu_format: object,
-) -> Any:
-    """Of Ascend's torch_npu (``torch_npu/utils/storage.py``): plain bytes; the format is that on the device."""
-    del hooks, npu_format
-    return _with_flags(_strided(storage, offset, shape, strides), requires_grad, None)
-
-
 def _with_flags(tensor: TensorRef, requires_grad: object, metadata: object) -> TensorRef:
     flags = metadata if isinstance(metadata, dict) else {}
     if not requires_grad and not flags:
@@ -251,5 +237,6 @@ REBUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_xla_tensor": _from_numpy,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch_npu.utils.storage._rebuild_npu_tensor": _npu_tensor,
+    # Of Ascend (``torch_npu/utils/storage.py``): the number of the device's format stands in place of metadata.
+    "torch_npu.utils.storage._rebuild_npu_tensor": _tensor_v2,
 }
