@@ -63,8 +63,11 @@ def cat(
     if not isinstance(source, Checkpoint):
         with open_checkpoint(source, memory_budget_bytes=memory_budget_bytes) as opened:
             return cat(opened, what, memory_budget_bytes=memory_budget_bytes)
-    fqn, index = (what, ()) if what in source.manifest.tensors.index else parse_slice(what)
-    view = TensorView(source, fqn)
+    part = source.part_of([what])
+    if part is source and what.endswith("]"):
+        part = source.part_of([parse_slice(what)[0]])
+    fqn, index = (what, ()) if what in part.manifest.tensors.index else parse_slice(what)
+    view = TensorView(part, fqn)
     return Excerpt(fqn, view.dtype.name, view.shape, view[index])
 
 

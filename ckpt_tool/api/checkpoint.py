@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
-from ckpt_tool.formats.base import Reader, Source
+from ckpt_tool.formats.base import PartReader, Reader, Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, Manifest
@@ -58,7 +58,7 @@ class TensorView:
     """One tensor of a checkpoint; indexing it with numpy slices reads just those bytes."""
 
     def __init__(self, checkpoint: Checkpoint, fqn: str) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint = checkpoint = checkpoint.part_of([fqn])
         meta = checkpoint.manifest.tensor(fqn)
         self.fqn: str = fqn
         self.dtype: DType = meta.dtype
@@ -96,9 +96,11 @@ class TensorView:
 
 
 class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"]):
-    """A checkpoint of any readable format."""
+    """A checkpoint of any readable format; without a manifest, that is read when it is first asked for."""
 
-    def __init__(self, url: str, source: Source, reader: Reader, manifest: Manifest, memory_budget_bytes: int) -> None:
+    def __init__(
+        self, url: str, source: Source, reader: Reader, manifest: Manifest | None, memory_budget_bytes: int
+    ) -> None:
         self.url = url
         self.source = source
         self.reader = reader
@@ -109,32 +111,46 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
     @property
     def format(self) -> str:
         """Name of the format."""
-        return self._manifest.format
+        return self.manifest.format
 
     @property
     def manifest(self) -> Manifest:
         """Columns of everything known so far; chunks not asked for yet may be unresolved."""
+        if self._manifest is None:
+            self._manifest = self.reader.read(self.source)
         return self._manifest
+
+    def part_of(self, fqns: Collection[str]) -> Checkpoint:
+        """These tensors alone, where an index tells their files and nobody has asked for the rest; else this one.
+
+        It shares this one's files, and need not be closed.
+        """
+        if self._manifest is not None or not isinstance(self.reader, PartReader):
+            return self
+        manifest = self.reader.read_part(self.source, fqns)
+        if manifest is None:
+            return self
+        return Checkpoint(self.url, self.source, self.reader, manifest, self._memory_budget_bytes)
 
     @property
     def store(self) -> Store:
         """Reads the manifest's files, those inside compressed containers included."""
         if self._store is None:
-            self._store = open_files(self.source.store, self._manifest.files, self._memory_budget_bytes // 4)
+            self._store = open_files(self.source.store, self.manifest.files, self._memory_budget_bytes // 4)
         return self._store
 
     def resolve(self, fqns: Sequence[str] | None = None) -> Manifest:
         """The manifest with exact payload positions of the named tensors (all by default)."""
-        chunks = self._manifest.chunks
+        chunks = self.manifest.chunks
         unresolved = (chunks.flags & ChunkFlag.UNRESOLVED) != 0
         if fqns is not None:
-            wanted = np.zeros(len(self._manifest.tensors), dtype=bool)
-            wanted[[self._manifest.tensor_id(fqn) for fqn in fqns]] = True
+            wanted = np.zeros(len(self.manifest.tensors), dtype=bool)
+            wanted[[self.manifest.tensor_id(fqn) for fqn in fqns]] = True
             unresolved &= wanted[chunks.tensor]
         rows = np.flatnonzero(unresolved)
         if len(rows):
-            self._manifest = self._manifest.replace(chunks=self.reader.resolve(self.source, self._manifest, rows))
-        return self._manifest
+            self._manifest = self.manifest.replace(chunks=self.reader.resolve(self.source, self.manifest, rows))
+        return self.manifest
 
     def read(self, boxes: Sequence[tuple[str, Box]]) -> list[npt.NDArray[Any]]:
         """One array per (fqn, box in global coordinates), read together."""
@@ -145,38 +161,41 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
 
     def load_blobs(self, rows: Sequence[int] | None = None) -> tuple[Blob, ...]:
         """All objects that are not tensors, those at ``rows`` (all by default) with their inert values."""
-        blobs = self._manifest.blobs
+        blobs = self.manifest.blobs
         wanted = [row for row in (range(len(blobs)) if rows is None else rows) if not blobs[row].is_loaded]
         if wanted:
-            self._manifest = self._manifest.replace(blobs=self.reader.load_blobs(self.source, self._manifest, wanted))
-        return self._manifest.blobs
+            self._manifest = self.manifest.replace(blobs=self.reader.load_blobs(self.source, self.manifest, wanted))
+        return self.manifest.blobs
 
     def objects(self) -> dict[str, Any]:
         """Inert values of everything that is not a tensor, by name."""
         return {blob.fqn: blob.value for blob in self.load_blobs()}
 
     def __getitem__(self, fqn: str) -> TensorView:
-        """The tensor called ``fqn``; no request."""
-        if fqn not in self._manifest.tensors.index:
+        """The tensor called ``fqn``; no request, but for a header where the manifest was not read yet."""
+        part = self.part_of([fqn])
+        if fqn not in part.manifest.tensors.index:
             raise KeyError(fqn)
-        return TensorView(self, fqn)
+        return TensorView(part, fqn)
 
     def __iter__(self) -> Iterator[str]:
         """Names, in the checkpoint's order."""
-        return iter(self._manifest.tensors.fqns)
+        return iter(self.manifest.tensors.fqns)
 
     def __len__(self) -> int:
         """Number of tensors."""
-        return len(self._manifest.tensors)
+        return len(self.manifest.tensors)
 
     def __repr__(self) -> str:
-        """URL, format and number of tensors."""
+        """URL, format and number of tensors, as far as they are known."""
+        if self._manifest is None:
+            return f"<Checkpoint {self.url} {self.reader.name}>"
         return f"<Checkpoint {self.url} {self.format}, {counted(len(self), 'tensor')}>"
 
     def reopened(self, store: Store, listing: Listing) -> Checkpoint:
         """The same files, read through ``store``, with all that is known of them by now."""
         source = Source(store, listing)
-        return Checkpoint(self.url, source, self.reader, self._manifest, self._memory_budget_bytes)
+        return Checkpoint(self.url, source, self.reader, self.manifest, self._memory_budget_bytes)
 
     def close(self) -> None:
         """Release file handles; the manifest stays usable."""
@@ -194,6 +213,9 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
 def open_checkpoint(url: str | os.PathLike[str], *, memory_budget_bytes: int = DEFAULT_MEMORY_BYTES) -> Checkpoint:
     """Open a checkpoint at a path or URL: its metadata is read, no tensor payload.
 
+    Far away, where an index names the files of tensors, headers are left until somebody asks for a tensor, which needs
+    one, or for more.
+
     Raises:
         NotFound: nothing there, or nothing that reads as a checkpoint; the hint says what to type instead.
         FormatError: a file contradicts its format.
@@ -202,7 +224,10 @@ def open_checkpoint(url: str | os.PathLike[str], *, memory_budget_bytes: int = D
     source = Source(store, listing)
     try:
         reader = detect(source)
-        return Checkpoint(os.fspath(url), source, reader, reader.read(source), memory_budget_bytes)
+        is_far = store.cost.read_ahead_bytes > 0
+        waits = is_far and isinstance(reader, PartReader) and reader.read_part(source, ()) is not None
+        manifest = None if waits else reader.read(source)
+        return Checkpoint(os.fspath(url), source, reader, manifest, memory_budget_bytes)
     except BaseException:
         store.close()
         raise

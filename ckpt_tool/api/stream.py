@@ -19,6 +19,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.place import place
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.select import is_name
 
 __all__ = ["DEFAULT_STREAM_MEMORY_BYTES", "stream"]
 
@@ -74,7 +75,10 @@ def stream(  # noqa: PLR0913 - the options of a command
         raise UsageError("mesh already names the sizes of all axes", hint="leave out tp, pp, dp and ep")
     target = asked_mesh(mesh, tp=tp, pp=pp, dp=dp, ep=ep)
     target.coord(rank)
-    with open_checkpoint(url, memory_budget_bytes=memory_budget_bytes // 4) as checkpoint:
+    with open_checkpoint(url, memory_budget_bytes=memory_budget_bytes // 4) as opened:
+        checkpoint = opened
+        if include and not exclude and all(map(is_name, include)):
+            checkpoint = opened.part_of(include)
         manifest = select_tensors(
             checkpoint, include=include, exclude=exclude, sections=sections, unequal=None
         ).manifest

@@ -1,7 +1,7 @@
 """An index is the JSON beside several files of one model that says which file holds which tensor (``weight_map``).
 
-It repeats what the headers say, so it can be wrong; here are its parser and everything it can be wrong about. Pure:
-knows no store. The format is Hugging Face's (``save_torch_state_dict`` of huggingface_hub).
+It repeats what the headers say, so it can be wrong; here are its parser and all that it can be wrong about. The format
+is Hugging Face's (``save_torch_state_dict`` of huggingface_hub).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._content import what_is
+from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["Held", "Index", "contradictions", "homes_of", "parse_index", "write_index"]
+__all__ = ["Held", "Index", "contradictions", "homes_of", "parse_index", "remembered_index", "write_index"]
 
 Held = Mapping[str, Mapping[str, int]]
 """By file: bytes of each tensor in it."""
@@ -40,6 +41,11 @@ class Index:
     def files(self) -> tuple[str, ...]:
         """Named files, in order of first sight."""
         return tuple(dict.fromkeys(self.weight_map.values()))
+
+    def homes(self, fqns: Collection[str], sizes: Mapping[str, int]) -> dict[str, str] | None:
+        """The file of each tensor, all of them among ``sizes``; None where the index does not tell."""
+        found = {fqn: self.weight_map.get(fqn, "") for fqn in fqns}
+        return None if self.faults or any(path not in sizes for path in found.values()) else found
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -85,6 +91,19 @@ def parse_index(raw: bytes, path: str) -> Index:
     metadata = top.get("metadata")
     total_size = dict(metadata).get("total_size") if isinstance(metadata, _Pairs) else None
     return Index(path, weight_map, total_size, tuple(faults))
+
+
+def remembered_index(source: Source, path: str) -> Index:
+    """The index in a file, which is read once.
+
+    Raises:
+        FormatError: not a JSON object with a ``weight_map``.
+    """
+    key = f"index {path}"
+    if key not in source.remembered:
+        source.remembered[key] = parse_index(source.read_whole(path), path)
+    found: Index = source.remembered[key]
+    return found
 
 
 def _plain(file: str) -> str:

@@ -6,7 +6,7 @@ they go and which header bytes surround them, the engine moves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "LaterSegments",
     "LayOut",
     "MetadataChecker",
+    "PartReader",
     "PlacingWriter",
     "Probe",
     "Reader",
@@ -136,6 +137,18 @@ class MetadataChecker(Protocol):
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """The part of ``Reader.check`` that reads metadata and headers of files only: for ``verify --quick``."""
+        ...
+
+
+@runtime_checkable
+class PartReader(Reader, Protocol):
+    """A reader of many files with an index, which tells the file of a tensor before any of them is opened."""
+
+    def read_part(self, source: Source, fqns: Collection[str]) -> Manifest | None:
+        """The manifest of whole tensors ``fqns``, by the index and the headers of their files alone.
+
+        None where only ``read`` can tell: no index, or one that does not name them all, or not where they are.
+        """
         ...
 
 

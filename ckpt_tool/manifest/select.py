@@ -24,7 +24,7 @@ from ckpt_tool.sizes import counted
 if TYPE_CHECKING:
     from ckpt_tool.manifest.model import Manifest
 
-__all__ = ["OF_TYPES", "Index", "expand_braces", "matching", "parse_slice", "select", "slice_box"]
+__all__ = ["OF_TYPES", "Index", "expand_braces", "is_name", "matching", "parse_slice", "select", "slice_box"]
 
 Index = tuple["slice | int | EllipsisType", ...]
 
@@ -100,6 +100,15 @@ def _of_types(pattern: str, names: Sequence[str]) -> list[int]:
     """Positions of the types of which any spelling fits."""
     fitting = {name for name in set(names) if matching(pattern, spellings(name))}
     return [i for i, name in enumerate(names) if name in fitting]
+
+
+def is_name(pattern: str) -> bool:
+    """Whether a pattern can fit nothing but the tensor of that name.
+
+    >>> is_name("layers.0.weight"), is_name("layers.*.weight"), is_name("re:w")
+    (True, False, False)
+    """
+    return not (pattern.startswith(("re:", OF_TYPES)) or set(pattern) & set("*?[{"))
 
 
 def matching(pattern: str, fqns: Sequence[str]) -> list[int]:

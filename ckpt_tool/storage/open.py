@@ -42,7 +42,9 @@ def open_payload(url: str | os.PathLike[str]) -> Store:
     """
     text = os.fspath(url)
     if not is_local(text):
-        return _looked_into(_open_remote(text), text)
+        from ckpt_tool.storage.remembering import RememberingStore
+
+        return _looked_into(RememberingStore(_open_remote(text)), text)
     path = local_path(text) or "."
     if not os.path.exists(path):
         raise NotFound("no such file or folder", where=text, hint=_hint(path))

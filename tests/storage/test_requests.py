@@ -9,8 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
+import ckpt_tool
+from ckpt_tool.api.cat import cat
 from ckpt_tool.cli.app import main
 from tests.storage.checkpoints import make_dcp, objects_of
 from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
@@ -72,6 +77,65 @@ def test_neighbours_are_received_together(bucket: Bucket, tmp_path: Path, capsys
     traffic = counted(capsys, "reshard", SOURCE, TARGET, "--tp", "2", "--default", "shard0")
     assert traffic["n_requests"] <= 40
     assert traffic["received_nbytes"] <= 2 * sum(len(data) for data in bucket.objects.values() if data)
+
+
+def make_shards(folder: Path, kind: str) -> dict[str, np.ndarray]:
+    """Ten files and their index, with two tensors each."""
+    tensors = {f"layers.{n}.{part}": np.full((3, 4), n, np.float32) for n in range(10) for part in ("q", "k")}
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+    weight_map = {fqn: f"{stem}-{n // 2 + 1:05d}-of-00010.{kind}" for n, fqn in enumerate(tensors)}
+    folder.mkdir()
+    for file in set(weight_map.values()):
+        held = {fqn: tensors[fqn] for fqn, home in weight_map.items() if home == file}
+        if kind == "bin":
+            torch.save({fqn: torch.from_numpy(array) for fqn, array in held.items()}, folder / file)
+        else:
+            save_file(held, folder / file)
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_one_tensor_of_many_files(bucket: Bucket, tmp_path: Path, kind: str) -> None:
+    """An index tells its file: only that one is opened, once however much of it is asked for; lies are seen through."""
+    tensors = make_shards(tmp_path / kind, kind)
+    bucket.objects |= objects_of(tmp_path / kind, "source")
+
+    def files_read() -> list[str]:
+        read = {
+            path.rpartition("/")[2] for method, path, _ in bucket.requests if method == "GET" and "list" not in path
+        }
+        bucket.requests.clear()
+        return sorted(name for name in read if "-of-" in name)
+
+    assert cat(SOURCE, "layers.7.q[1, 2:]").array.tolist() == [7.0, 7.0]
+    assert [name.partition("-")[2][:5] for name in files_read()] == ["00008"]
+    [(fqn, array)] = ckpt_tool.stream(SOURCE, include=["layers.3.k"])
+    assert (fqn, array.tolist(), len(files_read())) == ("layers.3.k", tensors[fqn].tolist(), 1)
+    with ckpt_tool.open(SOURCE) as checkpoint:
+        assert files_read() == []
+        assert [checkpoint[f"layers.2.{part}"][0, 0] for part in "qk"] == [2.0, 2.0]
+        n_reads = bucket.count("GET", "00003-of")
+        assert len(files_read()) == 1
+        assert n_reads == 1  # such a small file is read as a whole
+        assert "layers.99.q" not in checkpoint
+        assert (len(checkpoint), len(files_read())) == (20, 9)
+    index = next(key for key in bucket.objects if key.endswith("index.json"))
+    bucket.objects[index] = bucket.objects[index].replace(b"00004-of", b"00005-of")
+    assert cat(SOURCE, "layers.3.k").array.tolist() == tensors["layers.3.k"].tolist()
+
+
+@pytest.mark.parametrize("level", ["--quick", "--full"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_check_reads_what_it_needs_once(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, level: str
+) -> None:
+    """A listing, the index, the config and ten files, however many parts of it look at their heads and directories."""
+    make_shards(tmp_path / kind, kind)
+    bucket.objects |= objects_of(tmp_path / kind, "source")
+    traffic = counted(capsys, "verify", SOURCE, level)
+    assert (traffic["n_requests"], traffic["received_nbytes"]) == (13, sum(map(len, bucket.objects.values())))
 
 
 _WATCHED = """

@@ -19,6 +19,7 @@ from ckpt_tool.storage.fsspec_store import FsspecStore
 from ckpt_tool.storage.hdfs.store import HdfsStore
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.remembering import RememberingStore
 from ckpt_tool.storage.s3.store import S3Store
 from ckpt_tool.storage.store import Listing, Store
 from tests.storage.conformance import FILES, StoreTests
@@ -42,6 +43,18 @@ class TestRecordingStore(StoreTests):
     def store(self) -> Store:
         """Around a dict."""
         return RecordingStore(MemoryStore(FILES))
+
+
+class TestRememberingStore(StoreTests):
+    """A store that remembers is a store, also where it knows all already."""
+
+    @pytest.fixture(params=[False, True], ids=["new", "knowing"])
+    def store(self, request: pytest.FixtureRequest) -> Store:
+        """Around a dict."""
+        store = RememberingStore(MemoryStore(FILES))
+        if request.param:
+            store.fetch([FileRange(path, 0, len(data)) for path, data in FILES.items()])
+        return store
 
 
 class TestLocalStore(StoreTests):

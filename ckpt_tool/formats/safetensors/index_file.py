@@ -5,12 +5,12 @@ The headers decide: the index says which files belong together and, where a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
-from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
+from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
@@ -32,6 +32,7 @@ from ckpt_tool.storage.store import Listing
 __all__ = ["READER", "SafetensorsIndexReader"]
 
 _FINDINGS = "safetensors-index findings"
+_HEADERS = "safetensors-index headers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,37 @@ class SafetensorsIndexReader(ResolvedReader):
             FormatError: without an index, one tensor is in two files.
         """
         return self._manifest(source, _contents(source))
+
+    def read_part(self, source: Source, fqns: Collection[str]) -> Manifest | None:
+        """The manifest of ``fqns`` by the index and the headers of their files, neither of them read twice.
+
+        Where the index is right, it is what ``read`` finds of them; companions are not read.
+        """
+        index = _read_index(source)
+        homes = None if index is None else index.homes(fqns, source.listing.sizes)
+        if homes is None:
+            return None
+        known: dict[str, Header] = source.remembered.setdefault(_HEADERS, {})
+        paths = tuple(sorted(set(homes.values())))
+        missing = [path for path in paths if path not in known]
+        known |= zip(missing, read_headers(source, missing), strict=True)
+        boxes = (
+            whole_box(entry, known[path], row)
+            for row, path in enumerate(paths)
+            for entry in known[path].entries
+            if homes.get(entry.name) == path
+        )
+        tensors, chunks, files = tables(boxes, paths, source.listing)
+        if len(tensors) != len(homes):
+            return None
+        return Manifest(
+            self.name,
+            source.store.url,
+            tensors,
+            chunks,
+            files,
+            notes=tuple(header_notes(paths, [known[p] for p in paths])),
+        )
 
     def read_together(self, source: Source, paths: Iterable[str]) -> Manifest:
         """The manifest of these files as one model, an adapter beside its base among them; no index is asked.
@@ -167,6 +199,7 @@ def _together(source: Source, paths: tuple[str, ...]) -> _Contents:
 
 
 def _read_index(source: Source) -> Index | None:
+    """The index, read once."""
     indexes = index_paths(source.listing)
     if len(indexes) > 1 and "model.safetensors.index.json" in indexes:
         indexes = ("model.safetensors.index.json",)
@@ -174,7 +207,7 @@ def _read_index(source: Source) -> Index | None:
         raise FormatError(
             f"{len(indexes)} indexes: {', '.join(indexes)}", where=source.listing.url, hint="name the one to read"
         )
-    return parse_index(source.read_whole(indexes[0]), indexes[0]) if indexes else None
+    return remembered_index(source, indexes[0]) if indexes else None
 
 
 def _refuse_duplicates(held: Mapping[str, Mapping[str, int]], where: str) -> None:

@@ -5,11 +5,11 @@ The files decide: the index says which belong together and, where a tensor is in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
-from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, parse_index
+from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._split_names import index_names, missing_names, split_name
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
@@ -29,6 +29,7 @@ from ckpt_tool.storage.store import Listing
 __all__ = ["READER", "HfBinReader"]
 
 _FINDINGS = "hf-bin findings"
+_FILES = "hf-bin files"
 _KIND = "bin"
 
 
@@ -115,6 +116,27 @@ class HfBinReader(TorchFilesReader):
         manifest = manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
         return manifest.replace(notes=(*manifest.notes, *tied_note(info, manifest.tensors.index)))
 
+    def read_part(self, source: Source, fqns: Collection[str]) -> Manifest | None:
+        """The manifest of ``fqns`` by the index and the pickles of their files, neither of them read twice."""
+        indexes = index_names(source.listing.paths, _KIND)
+        homes = remembered_index(source, indexes[0]).homes(fqns, source.listing.sizes) if len(indexes) == 1 else None
+        if homes is None:
+            return None
+        known: dict[str, TorchFile] = source.remembered.setdefault(_FILES, {})
+        paths = sorted(set(homes.values()))
+        missing = [path for path in paths if path not in known]
+        known |= zip(missing, open_torch_files(source, missing), strict=True)
+        files = [known[path] for path in paths]
+        entries = [entries_of(file.root) for file in files]
+        taken = [
+            [entry for entry in of_file.items if entry.is_tensor and homes.get(entry.fqn) == file.path]
+            for file, of_file in zip(files, entries, strict=True)
+        ]
+        if sum(map(len, taken)) != len(homes):
+            return None
+        parts = [Part(f.path, None, t, f.storages, f.big_endian) for f, t in zip(files, taken, strict=True)]
+        return manifest_of(self.name, source.listing.url, files, entries, assemble(parts, section_of), {})
+
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Everything in which index and files differ, and what single files have wrong."""
         yield from self.check_metadata(source, manifest)
@@ -139,8 +161,8 @@ def _contents(source: Source) -> _Contents:
         return _without_index(source, numbered)
     if len(indexes) != 1:
         raise FormatError(f"{counted(len(indexes), 'file')} *.bin.index.json, expected one", where=listing.url)
-    index = parse_index(source.read_whole(indexes[0]), indexes[0])
-    stem = indexes[0].partition(".bin.index.")[0]
+    index = remembered_index(source, indexes[0])
+    stem = index.path.partition(".bin.index.")[0]
     top = [path for path in sorted(listing.sizes) if "/" not in path]
     strays = tuple(path for path in top if path.startswith(stem) and path.endswith(".bin") and path not in index.files)
     named = [path for path in index.files if path in listing]

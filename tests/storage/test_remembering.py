@@ -1,0 +1,66 @@
+"""What was read is not asked for again, within bounds; close neighbours cost one request."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tool.errors import StorageError
+from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage import remembering
+from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.remembering import RememberingStore
+
+DATA = bytes(range(256)) * 4096
+
+
+def recorded() -> tuple[RecordingStore, RememberingStore]:
+    """One file of 1 MiB."""
+    inner = RecordingStore(MemoryStore({"a": DATA}))
+    return inner, RememberingStore(inner)
+
+
+def test_what_was_read_costs_nothing() -> None:
+    """A part of what was read, in whatever way it is asked for; what reaches beyond it is asked for."""
+    inner, store = recorded()
+    store.read("a", 1000, 500)
+    store.read("a", 1200, 10)
+    inner.clear()
+    buffer = bytearray(50)
+    store.read_into("a", 1150, memoryview(buffer))
+    assert (store.read("a", 1000, 500), bytes(buffer)) == (DATA[1000:1500], DATA[1150:1200])
+    assert store.fetch([FileRange("a", 1490, 10)]) == [DATA[1490:1500]]
+    assert inner.calls == ()
+    assert store.read("a", 1490, 11) == DATA[1490:1501]
+    assert len(inner.calls) == 1
+
+
+def test_close_neighbours_are_one_request() -> None:
+    """Counters between other bytes, in any order; far ones are apart, and what is known is left out."""
+    inner, store = recorded()
+    ranges = [FileRange("a", at, 4) for at in (90_000, 10, 300, 200, 600_000)]
+    for _ in range(2):
+        assert store.fetch(ranges) == [DATA[r.offset : r.end] for r in ranges]
+        assert [(c.offset, c.length) for c in inner.calls] == [(10, 294), (90_000, 4), (600_000, 4)]
+
+
+def test_errors_tell_the_range_that_was_asked_for() -> None:
+    """Not the one that was made of it."""
+    _, store = recorded()
+    with pytest.raises(StorageError, match="expected 20 bytes, got 10") as caught:
+        store.fetch([FileRange("a", len(DATA) - 100, 50), FileRange("a", len(DATA) - 10, 20)])
+    assert str(caught.value.where).endswith(f":{len(DATA) - 10}")
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not asked for for longest goes first; large pieces and buffers are not kept at all."""
+    monkeypatch.setattr(remembering, "_MAX_BYTES", 3000)
+    monkeypatch.setattr(remembering, "_MAX_PIECE_BYTES", 1000)
+    inner, store = recorded()
+    for at in (0, 10_000, 20_000, 0, 30_000):
+        store.read("a", at, 1000)
+    store.read("a", 50_000, 1001)
+    store.read_into("a", 60_000, memoryview(bytearray(10)))
+    inner.clear()
+    for at, n_calls in ((0, 0), (20_000, 0), (30_000, 0), (10_000, 1), (50_000, 2), (60_000, 3)):
+        store.read("a", at, 10)
+        assert len(inner.calls) == n_calls
