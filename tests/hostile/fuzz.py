@@ -1,13 +1,17 @@
-"""python -m tests.hostile.fuzz SEED N [NAME...]: commands on N mutated copies of fixtures, in one limited process.
+"""python -m tests.hostile.fuzz SEED N [NAME...]: commands on N mutated files of fixtures, in limited processes.
 
-Without a name those are small ones of twenty kinds; ``all`` stands for every fixture, those in archives too.
+Without a name those are small ones of twenty kinds; ``all`` stands for every fixture, those in archives too. There are
+as many processes as processors (``--processes P``), and a seed makes the same files however many there are. ``--only
+NUMBER`` repeats one trial in this process.
 
-A line of JSON for each rule that was broken: an exception that is no answer, a status that is not documented, a call
-that took too long, memory beyond the limit, something that a file made run, or a damage that was called whole.
+A line of JSON on stdout for each rule that was broken: an exception that is no answer, a status that is not documented,
+a call that took too long, memory beyond the limit, something that a file made run, a process that died or hangs, or a
+damage that was called whole. On stderr, every minute and at the end, also where somebody interrupts, what was tried.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -21,20 +25,24 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.digest import digests
 from ckpt_tool.api.manifest_file import read_manifest
+from ckpt_tool.api.runs.ls import ls
 from ckpt_tool.api.trust.salvage import salvage
 from ckpt_tool.api.trust.verify import verify
+from ckpt_tool.checks.report import VerifyReport
 from ckpt_tool.cli.app import main
-from ckpt_tool.errors import CkptError
+from ckpt_tool.errors import CkptError, NotFound
 from ckpt_tool.manifest.digest import ContentDigest
-from ckpt_tool.storage.kernel import exchange, fallocate, start_writeback
+from ckpt_tool.storage.kernel import die_with_parent, exchange, fallocate, start_writeback
 from tests.hostile.mutations import mutated
+from tests.hostile.spread import all_shares
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SMALL = (
@@ -44,21 +52,39 @@ SMALL = (
     "torch_checkpointing/fsdp2_4r_safetensors", "deepspeed/ds_z0_fp32", "deepspeed/ds_z1_fp32", "deepspeed/ds_z3_sub",
     "deepspeed/peft_lora", "bytecheckpoint/ddp_2r", "torch/dcp_no_collectives",
 )  # fmt: skip
-ARCHIVES = ("megatron", "vescale", "zoo")
+ARCHIVES = tuple(sorted(path.parent.name for path in FIXTURES.glob("*/checkpoints.tar.xz")))
 """Folders of fixtures of which the checkpoints lie in one archive."""
+SINGLE = "torch/pt_files"
+"""A folder of files each of which is a checkpoint."""
 MEMORY_BYTES = 3 << 30
 """Address space; the interpreter with numpy and pyarrow takes one."""
 MAX_S, MAX_WALL_S = 10, 120
 """Of the process's own time, and of the clock's, which runs on while others have the machine."""
+MIN_TRIALS = 100
+"""That pay for starting a process."""
+Say = Callable[[dict[str, Any]], None]
 _CHECKED = (".pt", ".bin", ".distcp", ".ckpt", ".pth")
 """Zips, of whose content each byte has a checksum."""
-_UNCHECKED = ("bytecheckpoint/ddp_2r", "bytecheckpoint/fsdp_dec_4r", "bytecheckpoint/hsdp_4r", "torch/dcp_safetensors")
-"""Whose items are bytes alone, or safetensors, though the names of their files are those of zips."""
+_UNCOVERED = frozenset({"not-covered", "crc-not-recorded"})
+"""Findings that say that some bytes have no checksum, though the names of their files are those of zips."""
+_NO_CHECKPOINT = frozenset({"torch/pt_files/torchscript.pt"})
+"""Fixtures that are refused when they are whole."""
 _RUNS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "ctypes.dlopen")
 
 
 class _TooLongError(Exception):
     pass
+
+
+@dataclass
+class Tried:
+    """What one call on a damaged checkpoint came to."""
+
+    broken: list[str] = field(default_factory=list)
+    """Rules, and how."""
+    answer: str = "none"
+    seconds: float = 0.0
+    """Of the process's own time."""
 
 
 class Watch:
@@ -76,6 +102,15 @@ class Watch:
         is_class = event == "pickle.find_class"
         if event.startswith(_RUNS) or (is_module and str(args[0]) not in sys.modules) or is_class:
             self.seen.append(f"{event} {args!r}"[:200])
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is known of a fixture before it is damaged."""
+
+    tensors: dict[str, ContentDigest]
+    is_covered: bool
+    """Whether checksums cover all of it."""
 
 
 @contextlib.contextmanager
@@ -105,64 +140,86 @@ def contents(url: Path) -> dict[str, ContentDigest]:
     return {}
 
 
-def trial(folder: Path, path: Path, truth: dict[str, ContentDigest], watch: Watch, command: str) -> Iterator[str]:
-    """What went wrong in one call on a damaged checkpoint."""
+def kinds(report: VerifyReport) -> set[str]:
+    """Of its findings."""
+    return {finding.kind for finding in report.findings}
+
+
+def truth_of(name: str, target: Path) -> Truth:
+    """Of a fixture that nobody has damaged.
+
+    Raises:
+        SystemExit: nothing in it can be read, so that whatever is damaged nothing would be found.
+    """
+    if name in _NO_CHECKPOINT:
+        return Truth({}, is_covered=False)
+    tensors = contents(target)
+    if not tensors:
+        raise SystemExit(f"{name} does not read though it is whole")
+    return Truth(tensors, is_covered=not kinds(verify(target, level="full")) & _UNCOVERED)
+
+
+def trial(target: Path, path: Path, truth: Truth, watch: Watch, command: str) -> Tried:
+    """One call on a damaged checkpoint."""
+    tried = Tried()
+    broken = tried.broken
     started = time.process_time()
     watch.seen.clear()
     out, talk = io.StringIO(), io.StringIO()
-    status: int | None = None
-    said: list[str] = []
     try:
         with limited(watch), contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
             if command == "whole":
-                status = 0
-                said += _false_whole(folder, path, truth)
+                broken += _false_whole(target, path, truth)
+                tried.answer = "looked at"
             elif command == "salvage":
-                status = 0
-                said += _false_salvage(folder, path, truth)
+                broken += _false_salvage(target, path, truth)
+                tried.answer = "salvaged"
             else:
-                words = [word.replace("OUT", f"{folder}-out") for word in command.split()]
-                status = main([words[0], str(folder), *words[1:]])
+                words = [word.replace("OUT", f"{target}-out") for word in command.split()]
+                status = main([words[0], str(target), *words[1:]])
+                tried.answer = f"status {status}"
+                if status not in (0, 1, 2, 3, 4):
+                    broken.append(tried.answer)
     except _TooLongError:
-        yield f"took more than {MAX_S} s"
+        broken.append(f"took more than {MAX_S} s")
     except MemoryError:
-        yield f"wanted more than {MEMORY_BYTES:,} bytes\n{traceback.format_exc()[-1500:]}"
+        broken.append(f"wanted more than {MEMORY_BYTES:,} bytes\n{traceback.format_exc()[-1500:]}")
     except CkptError:
+        tried.answer = "refused"
         if command not in {"whole", "salvage"}:
-            yield f"an answer that nobody rendered\n{traceback.format_exc()[-1500:]}"
+            broken.append(f"an answer that nobody rendered\n{traceback.format_exc()[-1500:]}")
     except BaseException:  # noqa: BLE001 - that none gets out is what is tested
-        yield f"a traceback\n{traceback.format_exc()[-3000:]}"
-    yield from said  # not before: what is printed now would go into the command's output
+        broken.append(f"a traceback\n{traceback.format_exc()[-3000:]}")
     if "Traceback" in talk.getvalue():
-        yield f"a traceback on stderr\n{talk.getvalue()[-2000:]}"
-    if status is not None and status not in (0, 1, 2, 3, 4):
-        yield f"status {status}"
+        broken.append(f"a traceback on stderr\n{talk.getvalue()[-2000:]}")
     if watch.seen:
-        yield f"ran {watch.seen[0]}"
-    if time.process_time() - started > MAX_S:
-        yield f"took {time.process_time() - started:.1f} s"
+        broken.append(f"ran {watch.seen[0]}")
+    tried.seconds = time.process_time() - started
+    if tried.seconds > MAX_S:
+        broken.append(f"took {tried.seconds:.1f} s")
+    return tried
 
 
-def _false_whole(folder: Path, path: Path, truth: dict[str, ContentDigest]) -> Iterator[str]:
+def _false_whole(target: Path, path: Path, truth: Truth) -> Iterator[str]:
     """Nothing wrong, though a tensor that a checksum covers is another one than it was."""
-    report = verify(folder, level="full")
-    uncovered = {finding.kind for finding in report.findings} & {"not-covered", "crc-not-recorded"}
-    if not report.is_ok or uncovered or path.suffix not in _CHECKED:
+    report = verify(target, level="full")
+    if not report.is_ok or kinds(report) & _UNCOVERED or path.suffix not in _CHECKED:
         return
-    found = contents(folder)
-    changed = [fqn for fqn, digest in found.items() if fqn in truth and truth[fqn] != digest]
+    found = contents(target)
+    changed = [fqn for fqn, digest in found.items() if fqn in truth.tensors and truth.tensors[fqn] != digest]
     if changed:
         yield f"called whole, but {changed[0]} holds something else"
 
 
-def _false_salvage(folder: Path, path: Path, truth: dict[str, ContentDigest]) -> Iterator[str]:
+def _false_salvage(target: Path, path: Path, truth: Truth) -> Iterator[str]:
     """Something was saved as whole that is not what it was, though a checksum covers it."""
-    done = salvage(folder, f"{folder}-out", overwrite=True, durable=False, n_workers=1)
-    if path.suffix not in _CHECKED or str(folder).endswith(_UNCHECKED):
+    done = salvage(target, f"{target}-out", overwrite=True, durable=False, n_workers=1)
+    if path.suffix not in _CHECKED or not truth.is_covered:
         return
-    found = read_manifest(f"{folder}-out.digests.json").tensors
-    alike = [f for f in found if f in truth and truth[f].shape == found[f].shape and truth[f].dtype == found[f].dtype]
-    changed = [fqn for fqn in alike if truth[fqn] != found[fqn]]
+    found = read_manifest(f"{target}-out.digests.json").tensors
+    was = truth.tensors
+    alike = [f for f in found if f in was and was[f].shape == found[f].shape and was[f].dtype == found[f].dtype]
+    changed = [fqn for fqn in alike if was[fqn] != found[fqn]]
     if changed:
         yield f"saved as whole, but {changed[0]} holds something else ({len(done.lost)} are told as lost)"
 
@@ -182,18 +239,22 @@ def look_up_the_c_library() -> None:
 
 
 def every() -> tuple[str, ...]:
-    """Names of all fixtures that are one checkpoint."""
+    """Names of all checkpoints among the fixtures."""
     folders = [str(path.parent.relative_to(FIXTURES)) for path in sorted(FIXTURES.glob("*/*/ckpt")) if path.is_dir()]
+    singles = [f"{SINGLE}/{path.name}" for path in sorted((FIXTURES / SINGLE / "ckpt").glob("*.pt"))]
     packed: list[str] = []
     for name in ARCHIVES:
         with tarfile.open(FIXTURES / name / "checkpoints.tar.xz") as archive:
             packed += sorted({f"{name}/{member.name.partition('/')[0]}" for member in archive})
-    return (*(name for name in folders if name != "torch/pt_files"), *packed)
+    return (*(name for name in folders if name != SINGLE), *singles, *packed)
 
 
 def placed(name: str, base: Path) -> Path:
     """A copy of a fixture to be damaged."""
     kind, _, own = name.partition("/")
+    if name.startswith(f"{SINGLE}/"):
+        (base / SINGLE).mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(FIXTURES / SINGLE / "ckpt" / Path(name).name, base / name))
     if (FIXTURES / name / "ckpt").is_dir():
         return Path(shutil.copytree(FIXTURES / name / "ckpt", base / name))
     if not (base / "packed" / kind).is_dir():
@@ -202,42 +263,97 @@ def placed(name: str, base: Path) -> Path:
     return Path(shutil.copytree(base / "packed" / kind / own / "ckpt", base / name))
 
 
-def run(seed: int, n: int, names: tuple[str, ...], say: Any) -> int:
-    """Try ``n`` mutations, in turn of all files of these fixtures; the number of broken rules."""
-    rng = random.Random(seed)
+def checkpoint_in(target: Path) -> Path:
+    """The step, where a fixture is a run that has one."""
+    try:
+        open_checkpoint(target).close()
+    except NotFound:
+        return target / ls(target).steps[-1].path
+    except CkptError:
+        pass  # truth_of says more
+    return target
+
+
+def run(seed: int, numbers: range, names: tuple[str, ...], say: Say, heard: Say = lambda line: None) -> int:
+    """Try the mutations of these numbers, in turn of all files of these fixtures; how many rules were broken.
+
+    What a number stands for depends on the seed and the names alone.
+    """
     look_up_the_c_library()
     watch = Watch()
-    broken = 0
+    n_broken = 0
     with tempfile.TemporaryDirectory(prefix="ckpt-fuzz-") as base:
         places = []
+        truths: dict[str, Truth] = {}
         for name in names:
-            folder = placed(name, Path(base))
-            truth = contents(folder)
-            places += [(name, folder, path, truth) for path in sorted(folder.rglob("*")) if path.is_file()]
-        rng.shuffle(places)
-        for number in range(n):
-            name, folder, path, truth = places[number % len(places)]
+            target = checkpoint_in(placed(name, Path(base)))
+            paths = [target] if target.is_file() else sorted(path for path in target.rglob("*") if path.is_file())
+            places += [(name, target, path) for path in paths if path.stat().st_size]
+        random.Random(seed).shuffle(places)
+        for number in numbers:
+            name, target, path = places[number % len(places)]
+            if name not in truths:
+                truths[name] = truth_of(name, target)
+            rng = random.Random(f"{seed}-{number}")
+            command = rng.choice(COMMANDS)
+            told = {"number": number, "seed": seed, "fixture": name, "file": str(path.relative_to(target)),
+                    "command": command}  # fmt: skip
+            heard(told)
             raw = path.read_bytes()
-            if not raw:
-                continue
-            data = mutated(raw, rng)
-            path.write_bytes(data)
-            command = COMMANDS[(number // len(places) + number) % len(COMMANDS)]
-            for what in trial(folder, path, truth, watch, command):
-                broken += 1
-                where = str(path.relative_to(folder))
-                say(json.dumps({"number": number, "seed": seed, "fixture": name, "file": where, "command": command,
-                                "what": what}))  # fmt: skip
+            path.write_bytes(mutated(raw, rng))
+            tried = trial(target, path, truths[name], watch, command)
+            for what in tried.broken:
+                n_broken += 1
+                say({**told, "what": what})
                 keep = os.environ.get("CKPT_FUZZ_KEEP")
                 if keep:
-                    shutil.copytree(folder, Path(keep) / f"{seed}-{number}", dirs_exist_ok=True)
+                    copy = shutil.copy if target.is_file() else shutil.copytree
+                    copy(target, Path(keep) / f"{seed}-{number}-{target.name}")
             path.write_bytes(raw)
-    return broken
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            heard({**told, "answer": tried.answer, "seconds": tried.seconds, "peak_bytes": peak})
+    return n_broken
+
+
+def _line(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def command_line(words: list[str]) -> int:
+    """1 when a rule was broken, 130 when somebody interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile.fuzz")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("n", type=int)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--only", type=int, metavar="NUMBER")
+    parser.add_argument("--share", type=int, nargs=3, metavar=("FIRST", "STEP", "PARENT"), help=argparse.SUPPRESS)
+    asked = parser.parse_args(words)
+    names = tuple(asked.names) or SMALL
+    names = every() if names == ("all",) else names
+    if asked.share or asked.only is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        os.environ["COLUMNS"] = "100"
+        if asked.only is not None:
+            return 1 if run(asked.seed, range(asked.only, asked.only + 1), names, _line, _line) else 0
+        first, step, parent = asked.share
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first one ends the others
+        run(asked.seed, range(first, asked.n, step), names, _line, _line)
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    here = [sys.executable, "-X", "faulthandler", "-m", "tests.hostile.fuzz", str(asked.seed), str(asked.n), *names]
+
+    def share(first: int, step: int) -> list[str]:
+        return [*here, "--share", str(first), str(step), str(os.getpid())]
+
+    n_processes = asked.processes or min(len(os.sched_getaffinity(0)), asked.n // MIN_TRIALS or 1)
+    tally = all_shares(asked.n, n_processes, share, lambda line: print(line, flush=True), hangs_s=2 * MAX_WALL_S)
+    print(tally, file=sys.stderr)
+    if tally.broken:
+        return 1
+    return 0 if tally.done == asked.n else 130
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    os.environ["COLUMNS"] = "100"
-    chosen = tuple(sys.argv[3:]) or SMALL
-    chosen = every() if chosen == ("all",) else chosen
-    sys.exit(1 if run(int(sys.argv[1]), int(sys.argv[2]), chosen, print) else 0)
+    sys.exit(command_line(sys.argv[1:]))
