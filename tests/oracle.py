@@ -5,6 +5,7 @@ Elements are told apart by their flat position, so ``positions(shape)[box.slices
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -36,3 +37,13 @@ def chunk_pieces(length: int, parts: int) -> list[list[int]]:
 def gather_bytes(buffer: bytes, starts: Int64Array, nbytes: int) -> bytes:
     """The runs of a buffer, laid end to end."""
     return b"".join(buffer[start : start + nbytes] for start in starts.tolist())
+
+
+def box_columns(boxes: Sequence[Box], ndim: int) -> tuple[Int64Array, Int64Array]:
+    """``(offsets int64[n, ndim], sizes int64[n, ndim])`` of boxes of ``ndim`` dimensions, in their own coordinates.
+
+    ``boxes_from_columns(*box_columns(boxes, ndim)) == list(boxes)``.
+    """
+    offsets = np.array([b.offsets for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+    sizes = np.array([b.sizes for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+    return offsets, sizes

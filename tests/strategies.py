@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 from hypothesis import strategies as st
 
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.columns import boxes_from_columns
+from ckpt_tool.geometry.columns import Int64Array, boxes_from_columns
 from ckpt_tool.geometry.flat import flat_boxes
-from ckpt_tool.geometry.grid import mesh_boxes
+from ckpt_tool.geometry.grid import split_columns
 
-__all__ = ["boxes", "cuts", "mesh_sizes", "nested_cuts", "partitions", "shapes"]
+__all__ = ["boxes", "cuts", "mesh_boxes", "mesh_sizes", "nested_cuts", "partitions", "shapes"]
 
 
 def shapes(max_ndim: int = 5, max_size: int = 5, min_ndim: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
@@ -23,6 +25,28 @@ def shapes(max_ndim: int = 5, max_size: int = 5, min_ndim: int = 0) -> st.Search
 def mesh_sizes(max_axes: int = 3, max_size: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
     """Sizes of the axes of a mesh."""
     return st.lists(st.integers(1, max_size), max_size=max_axes).map(tuple)
+
+
+def mesh_boxes(
+    shape: tuple[int, ...], axes: tuple[int, ...], splits: Sequence[tuple[int, int]]
+) -> tuple[Int64Array, Int64Array]:
+    """``(offsets, sizes)``, both ``int64[world, ndim]``: the box of each rank in global coordinates.
+
+    Each split ``(axis, dim)`` cuts what the earlier ones left, by the rule of `chunk_bounds`; axes that are not named
+    replicate. FSDP2 over TP on one dimension is ``[(tp, 0), (dp, 0)]``: TP cuts first. Without splits every rank holds
+    ``Box.whole(shape)``. Boxes of ranks that differ along a splitting axis are disjoint, and together they cover.
+
+    >>> offsets, sizes = mesh_boxes((8,), (2, 2), [(1, 0), (0, 0)])  # dp 2 x tp 2
+    >>> offsets[:, 0].tolist(), sizes[:, 0].tolist()
+    ([0, 4, 2, 6], [2, 2, 2, 2])
+    """
+    world_size = prod(axes)
+    sizes = np.tile(np.array(shape, dtype=np.int64).reshape(1, -1), (world_size, 1))
+    offsets = np.zeros_like(sizes)
+    for axis, dim in splits:
+        coord = np.arange(world_size, dtype=np.int64) // prod(axes[axis + 1 :]) % axes[axis]
+        split_columns(offsets, sizes, dim, coord, axes[axis])
+    return offsets, sizes
 
 
 @st.composite

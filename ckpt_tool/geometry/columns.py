@@ -1,12 +1,12 @@
 """A column is a numpy array with one row per box: ``offsets`` and ``sizes`` are ``int64[n, ndim]``, aligned.
 
-Here are only the names of the column types and the step from columns to records and back; what the rows mean is said
+Here are only the names of the column types and the step from columns to records; what the rows mean is said
 where they are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,22 +14,12 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.box import Box
 
-__all__ = ["BoolArray", "Int64Array", "box_columns", "boxes_from_columns", "distinct", "kept"]
+__all__ = ["BoolArray", "Int64Array", "boxes_from_columns", "distinct", "kept"]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-def box_columns(boxes: Sequence[Box], ndim: int) -> tuple[Int64Array, Int64Array]:
-    """``(offsets int64[n, ndim], sizes int64[n, ndim])`` of boxes of ``ndim`` dimensions, in their own coordinates.
-
-    ``boxes_from_columns(*box_columns(boxes, ndim)) == list(boxes)``.
-    """
-    offsets = np.array([b.offsets for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-    sizes = np.array([b.sizes for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-    return offsets, sizes
 
 
 def boxes_from_columns(offsets: Int64Array, sizes: Int64Array) -> list[Box]:

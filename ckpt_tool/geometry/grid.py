@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, product
-from math import prod
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,13 +22,9 @@ __all__ = [
     "PlacementSpec",
     "chunk_bounds",
     "cut_order",
-    "even_bounds",
     "interval_boxes",
-    "mesh_boxes",
     "placement_intervals",
     "split_columns",
-    "strided_intervals",
-    "uneven_bounds",
 ]
 
 Interval: TypeAlias = tuple[int, int]
@@ -49,74 +44,6 @@ def chunk_bounds(length: int, parts: int) -> Int64Array:
     """
     _check_parts(length, parts)
     return np.minimum(np.arange(parts + 1, dtype=np.int64) * -(-length // parts), length)
-
-
-def even_bounds(length: int, parts: int) -> Int64Array:
-    """``int64[parts + 1]`` of equal pieces; equals `chunk_bounds` wherever it does not raise.
-
-    Raises:
-        LayoutError: ``length`` is no multiple of ``parts``.
-    """
-    _check_parts(length, parts)
-    if length % parts:
-        raise LayoutError(
-            f"a dimension of {length:,} does not divide into {counted(parts, 'equal part')}, {length % parts:,} left "
-            "over"
-        )
-    return np.arange(parts + 1, dtype=np.int64) * (length // parts)
-
-
-def uneven_bounds(sizes: Sequence[int]) -> Int64Array:
-    """``int64[len(sizes) + 1]`` of pieces with these sizes, in order; ``np.diff(uneven_bounds(sizes)) == sizes``.
-
-    >>> uneven_bounds([1, 7, 2]).tolist()
-    [0, 1, 8, 10]
-    """
-    if any(size < 0 for size in sizes):
-        raise LayoutError(f"sizes of pieces must not be negative, got {list(sizes)}")
-    return np.fromiter(accumulate(sizes, initial=0), dtype=np.int64, count=len(sizes) + 1)
-
-
-def strided_intervals(length: int, parts: int, split_factor: int) -> list[list[Interval]]:
-    """Per part, the ascending and merged intervals that torch's ``_StridedShard`` gives it.
-
-    The dimension is cut into ``split_factor`` pieces, each of these into ``parts``, and part ``r`` takes the ``r``-th
-    of each (torch 2.13, ``placement_types._StridedShard._split_tensor``). With ``split_factor=1`` this is
-    `chunk_bounds`; the parts together hold every index once.
-
-    >>> strided_intervals(8, 2, 2)
-    [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
-    """
-    _check_parts(length, parts)
-    return [_strided_part(length, parts, split_factor, part) for part in range(parts)]
-
-
-def mesh_boxes(
-    shape: Sequence[int], axis_sizes: Sequence[int], splits: Sequence[tuple[int, int]]
-) -> tuple[Int64Array, Int64Array]:
-    """``(offsets, sizes)``, both ``int64[world, ndim]``: the box of each rank in global coordinates.
-
-    Each split ``(axis, dim)`` cuts what the earlier ones left, by the rule of `chunk_bounds`; axes that are not named
-    replicate. FSDP2 over TP on one dimension is ``[(tp, 0), (dp, 0)]``: TP cuts first. Without splits every rank holds
-    ``Box.whole(shape)``. Boxes of ranks that differ along a splitting axis are disjoint, and together they cover.
-
-    >>> offsets, sizes = mesh_boxes((8,), (2, 2), [(1, 0), (0, 0)])  # dp 2 x tp 2
-    >>> offsets[:, 0].tolist(), sizes[:, 0].tolist()
-    ([0, 4, 2, 6], [2, 2, 2, 2])
-    """
-    axes = tuple(axis_sizes)
-    if any(n < 1 for n in axes):
-        raise LayoutError(f"sizes of mesh axes must be positive, got {axes}")
-    world_size = prod(axes)
-    sizes = np.tile(np.array(shape, dtype=np.int64).reshape(1, -1), (world_size, 1))
-    offsets = np.zeros_like(sizes)
-    for axis, dim in splits:
-        _check_dim(dim, len(sizes[0]))
-        if not 0 <= axis < len(axes):
-            raise LayoutError(f"the mesh has {len(axes)} axes, there is no axis {axis}")
-        coord = np.arange(world_size, dtype=np.int64) // prod(axes[axis + 1 :]) % axes[axis]
-        split_columns(offsets, sizes, dim, coord, axes[axis])
-    return offsets, sizes
 
 
 def split_columns(offsets: Int64Array, sizes: Int64Array, dim: int, coord: Int64Array, parts: int) -> None:
@@ -229,7 +156,15 @@ def _check_dim(dim: int, ndim: int) -> None:
 
 
 def _strided_part(length: int, parts: int, split_factor: int, part: int) -> list[Interval]:
-    """The intervals of one part; see `strided_intervals`."""
+    """The ascending and merged intervals that torch's ``_StridedShard`` gives ``part``.
+
+    The dimension is cut into ``split_factor`` pieces, each of these into ``parts``, and part ``r`` takes the ``r``-th
+    of each (torch 2.13, ``placement_types._StridedShard._split_tensor``). With ``split_factor=1`` this is
+    `chunk_bounds`; the parts together hold every index once.
+
+    >>> [_strided_part(8, 2, 2, part) for part in range(2)]
+    [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
+    """
     _check_parts(length, split_factor)
     intervals: list[Interval] = []
     outer_size = -(-length // split_factor)

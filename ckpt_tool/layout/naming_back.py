@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from ckpt_tool.errors import LayoutError
@@ -21,7 +21,7 @@ from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["fits_back", "rename_back"]
+__all__ = ["rename_back"]
 
 _N_LISTED = 10
 _NUMBERED = ("layer", "expert")
@@ -45,16 +45,6 @@ class _Use:
     expert: int | None
     part: str
     fqn: str
-
-
-def fits_back(naming: Naming, fqns: Iterable[str]) -> bool:
-    """Whether the rules, read the other way, know every one of the names."""
-    reverses = list(_reverses(naming, ""))
-    return all(
-        any(reverse.pattern.fullmatch(name) for reverse in reverses)
-        or any(pattern.fullmatch(name) for pattern, _ in naming.ignored)
-        for name in fqns
-    )
 
 
 def rename_back(

@@ -1,4 +1,4 @@
-"""A manifest as an Arrow table, and as the bytes of an Arrow IPC or Parquet file, and back.
+"""A manifest as an Arrow table, and as the bytes of a Parquet file, and back.
 
 One row per chunk: ``fqn dtype section shape offsets sizes file offset length rank flags strides``, so that a query
 engine can answer what lies where without this package. Everything that is not a chunk (tensors without chunks, files,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckpt_tool.manifest.model import Manifest
 
-__all__ = ["from_arrow", "from_ipc", "from_parquet", "to_arrow", "to_ipc", "to_parquet"]
+__all__ = ["from_arrow", "from_parquet", "to_arrow", "to_parquet"]
 
 _KEY = b"ckpt.manifest"
 
@@ -133,32 +133,6 @@ def _padded(column: Any, ndim: IntArray, width: int, fill: int) -> IntArray:
     padded = np.full((len(ndim), width), fill, dtype=np.int64)
     padded[np.arange(width) < ndim[:, None]] = pc.list_flatten(column).to_numpy()
     return padded
-
-
-def to_ipc(manifest: Manifest) -> bytes:
-    """The bytes of an Arrow IPC file."""
-    import pyarrow as pa
-
-    table = to_arrow(manifest)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def from_ipc(data: bytes) -> Manifest:
-    """The manifest in an Arrow IPC file.
-
-    Raises:
-        FormatError: not such a file.
-    """
-    import pyarrow as pa
-
-    try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-    except (pa.ArrowException, OSError) as error:
-        raise FormatError(f"not an Arrow file: {error}") from error
-    return from_arrow(table)
 
 
 def to_parquet(manifest: Manifest) -> bytes:

@@ -23,14 +23,11 @@ import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.errors import CoverageError
-from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.runs import byte_runs, contiguous_strides
 from ckpt_tool.records import dataclass
 
 __all__ = [
     "ContentDigest",
     "Part",
-    "box_part",
     "content_digest",
     "crc32_of_zeros",
     "folded_form",
@@ -138,26 +135,6 @@ def linear_forms(
     ones = np.full(len(length), _ONES, dtype=np.uint32)
     # crc(run) is the run's linear form, what the initial ones become over the run, and ones again.
     return shifted_crc32s(crc32s ^ ones, after) ^ shifted_crc32s(ones, after + length)
-
-
-def box_part(data: npt.NDArray[np.uint8], box: Box, shape: Sequence[int], itemsize: int, *, wide: bool) -> Part:
-    """The part of one box, from its packed row-major bytes.
-
-    Cost: a call for each contiguous run that the box has in the tensor.
-    """
-    if box.volume == 0:
-        return Part()
-    runs = byte_runs(box, contiguous_strides(shape), itemsize * 8)
-    starts = runs.starts()
-    total = Box.whole(tuple(shape)).volume * itemsize
-    rows = np.ascontiguousarray(data).reshape(runs.n_runs, runs.nbytes)
-    crc32s = np.fromiter((crc32(row.data) for row in rows), dtype=np.uint32, count=runs.n_runs)
-    forms = linear_forms(crc32s, np.full(len(starts), runs.nbytes), total - starts - runs.nbytes)
-    part = Part(len(starts) * runs.nbytes, int(np.bitwise_xor.reduce(forms)))
-    if wide:
-        for row, start in zip(rows, starts.tolist(), strict=True):
-            part += Part(lanes=wide_sums(row, start))
-    return part
 
 
 def shifted_crc32s(values: npt.ArrayLike, nbytes: npt.ArrayLike) -> npt.NDArray[np.uint32]:

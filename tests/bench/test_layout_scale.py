@@ -10,10 +10,10 @@ import pytest
 
 from ckpt_tool.formats._zip.layout import item_layout
 from ckpt_tool.geometry.cover import coverage
-from ckpt_tool.geometry.grid import mesh_boxes
 from ckpt_tool.layout.family import builtin_families
 from ckpt_tool.layout.mesh import default_mesh
 from ckpt_tool.layout.place import place
+from tests.strategies import mesh_boxes
 
 pytestmark = pytest.mark.bench
 

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.geometry.box import Box, intersect
-from ckpt_tool.geometry.columns import Int64Array, box_columns, boxes_from_columns
+from ckpt_tool.geometry.columns import Int64Array, boxes_from_columns
 from ckpt_tool.geometry.cover import coverage, exact_duplicates, gaps, overlapping_pairs, volumes_match
-from ckpt_tool.geometry.grid import mesh_boxes
 from tests import oracle
 from tests.invariants import assert_partition
-from tests.strategies import boxes, partitions, shapes
+from tests.strategies import boxes, mesh_boxes, partitions, shapes
 
 
 @st.composite
@@ -38,7 +37,7 @@ def test_a_partition_is_exact(case: tuple[tuple[int, ...], list[Box]]) -> None:
     """Boxes of any partition are found exact, and nothing is reported."""
     shape, parts = case
     assert_partition(shape, parts)
-    result = coverage(shape, *box_columns(parts, len(shape)))
+    result = coverage(shape, *oracle.box_columns(parts, len(shape)))
     assert result.is_exact
     assert (result.gaps, result.overlapping, result.missing_elements) == ((), (), 0)
     assert result.n_boxes + result.n_empty == len(parts)
@@ -51,7 +50,7 @@ def test_removed_boxes_are_the_gaps(case: tuple[tuple[int, ...], list[Box]], dat
     shape, parts = case
     removed = {i for i in range(len(parts)) if data.draw(st.booleans())}
     kept = [part for i, part in enumerate(parts) if i not in removed]
-    result = coverage(shape, *box_columns(kept, len(shape)), limit=1000)
+    result = coverage(shape, *oracle.box_columns(kept, len(shape)), limit=1000)
     assert result.missing_elements == sum(parts[i].volume for i in removed)
     assert_partition(shape, [*kept, *result.gaps])
     assert result.is_exact == (result.missing_elements == 0)
@@ -62,7 +61,7 @@ def test_removed_boxes_are_the_gaps(case: tuple[tuple[int, ...], list[Box]], dat
 def test_replicas_are_counted_and_nothing_else(case: tuple[tuple[int, ...], list[Box]]) -> None:
     """A second copy of every box leaves the coverage exact."""
     shape, parts = case
-    result = coverage(shape, *box_columns([*parts, *parts], len(shape)))
+    result = coverage(shape, *oracle.box_columns([*parts, *parts], len(shape)))
     assert result.is_exact
     assert result.n_replicas == sum(1 for part in parts if part.volume)
 
@@ -73,8 +72,8 @@ def test_overlaps_are_all_pairs_that_meet(case: tuple[tuple[int, ...], list[Box]
     """The pairs are those that intersecting every two boxes finds."""
     shape, found = case
     expected = [[i, j] for j in range(len(found)) for i in range(j) if intersect(found[i], found[j])]
-    assert overlapping_pairs(*box_columns(found, len(shape))).tolist() == sorted(expected)
-    limited = overlapping_pairs(*box_columns(found, len(shape)), limit=2).tolist()
+    assert overlapping_pairs(*oracle.box_columns(found, len(shape))).tolist() == sorted(expected)
+    limited = overlapping_pairs(*oracle.box_columns(found, len(shape)), limit=2).tolist()
     assert len(limited) == min(2, len(expected))
     assert all(pair in expected for pair in limited)
 
@@ -85,7 +84,7 @@ def test_groups_do_not_meet(case: tuple[tuple[int, ...], list[Box]], data: st.Da
     """Boxes of different groups are never a pair, nor duplicates."""
     shape, found = case
     group = [data.draw(st.integers(-1, 1)) for _ in found]
-    columns = (*box_columns(found, len(shape)), np.array(group, dtype=np.int64))
+    columns = (*oracle.box_columns(found, len(shape)), np.array(group, dtype=np.int64))
     expected = [
         [i, j]
         for i in range(len(found))
@@ -102,7 +101,7 @@ def test_groups_do_not_meet(case: tuple[tuple[int, ...], list[Box]], data: st.Da
 def test_gaps_are_what_no_box_holds(case: tuple[tuple[int, ...], list[Box]]) -> None:
     """Gaps are disjoint and hold exactly the elements that are in no box, however the boxes overlap."""
     shape, found = case
-    columns = box_columns(found, len(shape))
+    columns = oracle.box_columns(found, len(shape))
     expected = (oracle.counts(shape, found) == 0).astype(np.int64)
     assert oracle.counts(shape, gaps(shape, *columns, 10_000)).tolist() == expected.tolist()
     assert coverage(shape, *columns, limit=10_000).missing_elements == expected.sum()
@@ -151,8 +150,8 @@ def test_boxes_that_no_plane_separates() -> None:
     """Four boxes in a pinwheel around a fifth are a partition though every plane cuts one of them."""
     pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     assert_partition((3, 3), pinwheel)
-    assert coverage((3, 3), *box_columns(pinwheel, 2)).is_exact
-    assert coverage((3, 3), *box_columns(pinwheel[:-1], 2)).gaps == (pinwheel[-1],)
+    assert coverage((3, 3), *oracle.box_columns(pinwheel, 2)).is_exact
+    assert coverage((3, 3), *oracle.box_columns(pinwheel[:-1], 2)).gaps == (pinwheel[-1],)
 
 
 def test_volumes_match_per_tensor() -> None:

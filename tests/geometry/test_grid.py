@@ -21,16 +21,12 @@ from ckpt_tool.geometry.grid import (
     PlacementSpec,
     chunk_bounds,
     cut_order,
-    even_bounds,
     interval_boxes,
-    mesh_boxes,
     placement_intervals,
-    strided_intervals,
-    uneven_bounds,
 )
 from tests import oracle
 from tests.invariants import assert_bounds, assert_partition
-from tests.strategies import mesh_sizes, shapes
+from tests.strategies import mesh_boxes, mesh_sizes, shapes
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
@@ -45,30 +41,17 @@ def test_chunk_bounds_are_those_of_torch(length: int, parts: int) -> None:
     assert pieces == oracle.chunk_pieces(length, parts)
 
 
-@given(st.integers(0, 40), st.integers(1, 12))
-@settings(max_examples=50)
-def test_even_bounds_equal_chunk_bounds_or_refuse(length: int, parts: int) -> None:
-    """An even cut is the chunk rule, and an error wherever the rule would give unequal pieces."""
-    if length % parts:
-        with pytest.raises(LayoutError, match=f"{length} does not divide into {parts}"):
-            even_bounds(length, parts)
-    else:
-        assert even_bounds(length, parts).tolist() == chunk_bounds(length, parts).tolist()
-
-
-def test_uneven_bounds_keep_sizes() -> None:
-    """Sizes are kept in order, empty ones too; negative ones are refused."""
-    assert uneven_bounds([3, 0, 2]).tolist() == [0, 3, 3, 5]
-    assert uneven_bounds([]).tolist() == [0]
-    with pytest.raises(LayoutError, match="must not be negative"):
-        uneven_bounds([1, -1])
-
-
 @pytest.mark.parametrize("length", [-1, 4])
 def test_parts_must_be_positive(length: int) -> None:
     """No part, or a negative length, cannot be cut."""
     with pytest.raises(LayoutError, match="cannot cut"):
         chunk_bounds(length, 0 if length > 0 else 2)
+
+
+def strided_intervals(length: int, parts: int, split_factor: int) -> list[list[tuple[int, int]]]:
+    """What each part of a strided shard over one axis holds."""
+    placements: list[PlacementSpec] = [("strided", 0, split_factor)]
+    return [placement_intervals((length,), (parts,), (part,), placements)[0] for part in range(parts)]
 
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(1, 6))
@@ -210,16 +193,6 @@ def test_placements_that_do_not_fit_are_refused(
     """A wrong number of axes, a coordinate off the mesh and a missing dimension are errors."""
     with pytest.raises(LayoutError, match=message):
         placement_intervals((4, 4), (2, 2), coord, placements)
-
-
-@pytest.mark.parametrize(
-    ("axes", "splits", "message"),
-    [((2,), [(1, 0)], "no axis 1"), ((2,), [(0, 1)], "no dimension 1"), ((0,), [], "must be positive")],
-)
-def test_splits_that_do_not_fit_are_refused(axes: tuple[int, ...], splits: list[tuple[int, int]], message: str) -> None:
-    """A missing axis or dimension and an empty axis are errors."""
-    with pytest.raises(LayoutError, match=message):
-        mesh_boxes((4,), axes, splits)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))

@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.geometry.box import Box, intersect
-from ckpt_tool.geometry.columns import box_columns
 from ckpt_tool.geometry.join import Boxes, is_packed_in, join_boxes
+from tests import oracle
 from tests.strategies import boxes, partitions, shapes
 
 
 def columns(keyed: list[tuple[int, Box]], ndim: int) -> Boxes:
     """Columns of boxes with their keys."""
-    return Boxes(np.array([key for key, _ in keyed], dtype=np.int64), *box_columns([box for _, box in keyed], ndim))
+    return Boxes(
+        np.array([key for key, _ in keyed], dtype=np.int64), *oracle.box_columns([box for _, box in keyed], ndim)
+    )
 
 
 @given(st.data())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.columns import box_columns, boxes_from_columns
+from ckpt_tool.geometry.columns import boxes_from_columns
 from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.plan.tiles import cut_tiles
 from tests import oracle
@@ -20,7 +20,7 @@ from tests.strategies import shapes
 @given(shapes(max_ndim=4).filter(lambda s: 0 not in s), st.integers(1, 40), st.sampled_from([8, 16, 32, 128]))
 def test_tiles_partition_a_tensor_in_order(shape: tuple[int, ...], max_tile_bytes: int, bits: int) -> None:
     """Laid end to end, the tiles of a tensor are its elements in row-major order, none larger than the buffer."""
-    whole = Boxes(np.array([0]), *box_columns([Box.whole(shape)], len(shape)))
+    whole = Boxes(np.array([0]), *oracle.box_columns([Box.whole(shape)], len(shape)))
     tiles = cut_tiles(whole, bits=np.array([bits]), max_tile_bytes=max_tile_bytes, whole=np.array([0]))
     boxes = boxes_from_columns(tiles.offsets, tiles.sizes)
     assert_partition(shape, boxes)

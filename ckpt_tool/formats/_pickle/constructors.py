@@ -29,12 +29,10 @@ class Known(Global):
         return cls.stub(*args, **kwargs) if made is None else made
 
 
-def constructor(module: str, name: str, *, tensors: bool) -> Known | None:
-    """What stands for ``module.name`` when its calls have an answer; ``tensors`` False leaves torch's to stubs."""
+def constructor(module: str, name: str) -> Known | None:
+    """What stands for ``module.name`` when its calls have an answer."""
     qualified = f"{module}.{name}"
-    make = CONSTRUCTORS.get(qualified)
-    if make is None and tensors:
-        make = REBUILDERS.get(qualified)
+    make = CONSTRUCTORS.get(qualified) or REBUILDERS.get(qualified)
     if make is None and module.partition(".")[0] == "pathlib" and name.endswith("Path"):
         known = Known(module, name)
         known._make = lambda *parts: _path(known, parts)

@@ -59,8 +59,6 @@ def load_pickle(
     data: bytes,
     *,
     where: str,
-    persistent: Callable[[Any], Any] | None = None,
-    tensors: bool = True,
     classes: Mapping[str, type] | None = None,
 ) -> Any:
     """The object that ``data``, exactly one pickle, describes.
@@ -68,8 +66,6 @@ def load_pickle(
     Args:
         data: The pickle; only read.
         where: The file (and member) for messages.
-        persistent: What stands for a persistent id; by default torch's storages become ``StorageRef``.
-        tensors: False leaves tensors as stubs of torch's rebuild functions.
         classes: Classes that stand for torch's own, by last name: for a name whose module begins with ``torch`` the
             class is made with ``cls.__new__(cls, *args)`` (or called) and given its state by ``__setstate__``.
 
@@ -79,7 +75,7 @@ def load_pickle(
         Unsupported: it holds numpy values of a type that numpy does not know.
         UsageError: one of ``classes`` has no ``__setstate__``.
     """
-    value, used = load_prefix(data, where=where, persistent=persistent, tensors=tensors, classes=classes)
+    value, used = load_prefix(data, where=where, classes=classes)
     if used != len(data):
         raise FormatError(
             f"{counted(len(data) - used, 'byte', 'follow')} the pickle, expected none", where=f"{where}:{used}"
@@ -92,8 +88,6 @@ def load_prefix(
     *,
     where: str,
     start: int = 0,
-    persistent: Callable[[Any], Any] | None = None,
-    tensors: bool = True,
     classes: Mapping[str, type] | None = None,
 ) -> tuple[Any, int]:
     """The object that the pickle at byte ``start`` of ``data`` describes, and the number of bytes that it takes.
@@ -102,7 +96,7 @@ def load_prefix(
     """
     end = pickle_end(data, where=where, start=start)
     stream = data if start == 0 and end == len(data) else data[start:end]
-    unpickler = _Unpickler(stream, persistent or storage_from_id, classes or {}, tensors=tensors)
+    unpickler = _Unpickler(stream, classes or {})
     was_enabled = gc.isenabled()
     gc.disable()  # a collection in between walks all that was made so far, again and again
     try:
@@ -123,9 +117,7 @@ def load_prefix(
 class _Unpickler(pickle.Unpickler):
     """A C unpickler that imports nothing."""
 
-    def __init__(
-        self, data: bytes, persistent: Callable[[Any], Any], classes: Mapping[str, type], *, tensors: bool
-    ) -> None:
+    def __init__(self, data: bytes, classes: Mapping[str, type]) -> None:
         # A buffered reader can be peeked into: without that, C reads opcode by opcode.
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 17), encoding="latin-1")
         for cls in classes.values():
@@ -133,9 +125,7 @@ class _Unpickler(pickle.Unpickler):
             if cls.__module__ != "builtins" and not hasattr(cls, "__setstate__"):
                 raise UsageError(f"{cls.__name__} stands for a class in a pickle and has no __setstate__")
         self._data = data
-        self._persistent = persistent
         self._classes = classes
-        self._tensors = tensors
         self._known: dict[tuple[str, str], Any] = {}
         self._n_asked = 0
 
@@ -166,11 +156,11 @@ class _Unpickler(pickle.Unpickler):
         container = _CONTAINERS.get((module, name))
         if container is not None:
             return container
-        return constructor(module, name, tensors=self._tensors) or Global(module, name)
+        return constructor(module, name) or Global(module, name)
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """What stands for an object outside of the pickle."""
-        return self._persistent(pid)
+        """What stands for an object outside of the pickle: torch's storages are."""
+        return storage_from_id(pid)
 
     def asking_offset(self) -> int:
         """The offset of the opcode that asked for the latest name: pickles have no jumps, so it is the n-th such."""

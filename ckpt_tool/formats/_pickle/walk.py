@@ -26,7 +26,7 @@ from ckpt_tool.formats._pickle.tensors import (
 )
 from ckpt_tool.sizes import counted
 
-__all__ = ["leaves", "plain", "storages", "tensor_leaves", "value_leaves", "walk"]
+__all__ = ["leaves", "plain", "storages", "tensor_leaves", "walk"]
 
 Path = tuple[str | int, ...]
 
@@ -102,17 +102,10 @@ def leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, A
     return walk(root, lambda _, value: _children(value), max_values=max_values)
 
 
-def tensor_leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, TensorNode]]:
+def tensor_leaves(root: Any) -> Iterator[tuple[Path, TensorNode]]:
     """The tensors among ``leaves``."""
-    for path, value in leaves(root, max_values=max_values):
+    for path, value in leaves(root):
         if isinstance(value, TENSOR_RECORDS):
-            yield path, value
-
-
-def value_leaves(root: Any, *, max_values: int = MAX_VALUES) -> Iterator[tuple[Path, Any]]:
-    """The leaves that are no tensors."""
-    for path, value in leaves(root, max_values=max_values):
-        if not isinstance(value, TENSOR_RECORDS):
             yield path, value
 
 

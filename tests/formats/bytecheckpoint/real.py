@@ -49,6 +49,6 @@ def files_of(name: str) -> dict[str, bytes]:
 
 def edited(files: dict[str, bytes], path: str, edit: Callable[[dict[str, Any]], None]) -> dict[str, bytes]:
     """The files with the fields of one metadata file changed by ``edit``."""
-    root = load_pickle(files[path], where=path, tensors=False)
+    root = load_pickle(files[path], where=path)
     edit(root.state)
     return {**files, path: dump_pickle(root, protocol=4)}

@@ -18,7 +18,7 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.nodes import Fields, Global, OrderedMap, Size
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
-from ckpt_tool.formats._pickle.walk import leaves, plain, storages, tensor_leaves, value_leaves
+from ckpt_tool.formats._pickle.walk import leaves, plain, storages, tensor_leaves
 from tests.formats.pickle.materialize import PT_FILES, open_file
 
 _STORAGE = StorageRef(DTYPES["float32"], "0", "cpu", 12)
@@ -34,7 +34,7 @@ def test_paths_keep_integers_and_text_apart() -> None:
         True: 4,
         None: 5,
     }
-    assert list(value_leaves(root)) == [
+    assert list(leaves(root)) == [
         (("state", 0, "step"), 1),
         (("state", "0"), 2),
         (("groups", 0, "lr"), 0.1),
@@ -46,7 +46,7 @@ def test_paths_keep_integers_and_text_apart() -> None:
     ]
 
 
-def test_tensors_and_values_together_are_all_leaves() -> None:
+def test_tensors_are_told_from_other_leaves() -> None:
     """Each leaf is a tensor or a value; empty containers count, objects contribute what they hold."""
     stub = Global("m", "C").stub(7)
     stub.state = (None, {"w": _TENSOR})
@@ -54,7 +54,8 @@ def test_tensors_and_values_together_are_all_leaves() -> None:
     stub.append(2)
     root = {"a": stub, "b": [], "c": Fields([{"d": _TENSOR}]), "e": _TENSOR}
     assert [path for path, _ in tensor_leaves(root)] == [("a", "w"), ("c", "d"), ("e",)]
-    assert list(value_leaves(root)) == [(("a", "args", 0), 7), (("a", "k"), 1), (("a", 0), 2), (("b",), [])]
+    values = [leaf for leaf in leaves(root) if leaf[1] is not _TENSOR]
+    assert values == [(("a", "args", 0), 7), (("a", "k"), 1), (("a", 0), 2), (("b",), [])]
     assert len(list(leaves(root))) == 7
     assert storages(root) == [_STORAGE]
 
