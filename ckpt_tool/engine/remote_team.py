@@ -114,7 +114,7 @@ class RemoteLeader(AbstractContextManager["RemoteLeader"]):
         """Invite the others, once all files are created."""
         said = {
             "plan": self._fingerprint, "count": self.share.count, "run": self.share.run, "token": self._token,
-            "begun": self._target.receipts(),
+            "begun": self._target.receipts(), "alone": self._target.is_alone,
         }  # fmt: skip
         self._pulse = _Pulse(self._target.notes, f"{self._token}-0")
         self._target.notes.put(_INVITATION, json.dumps(said).encode())
@@ -204,7 +204,7 @@ class RemoteMember(AbstractContextManager["RemoteMember"]):
             self._target.notes.put(own_name, json.dumps({"beat": 1, "state": MISFIT}).encode())
             raise misfit
         self._leader = leader
-        self._target.begin_from(said["begun"])
+        self._target.begin_from(said["begun"], is_alone=said["alone"])
         journal = _journal(self._target, self.share.index, self._fingerprint, has_digests=self._has_digests)
         done = journal.load()
         journal.append([])  # parts that are found later are trusted because of it

@@ -7,16 +7,22 @@ from collections.abc import Mapping, Sequence
 from ckpt_tool.errors import StorageError
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
 from ckpt_tool.storage.part_uploads import N_UPLOADS
 from ckpt_tool.storage.parts import PartPlace
 from ckpt_tool.storage.urls import join_url
 
-__all__ = ["COMMIT_NAMES", "delete_old", "measure"]
+__all__ = ["COMMIT_NAMES", "delete_old", "is_control", "measure"]
 
 COMMIT_NAMES = (
     ".metadata", "index.json", "metadata.json", "ckpt_layout.json", "latest", "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 """Ends of names of the files that make a folder a checkpoint in one format or another: the first to go."""
+
+
+def is_control(path: str) -> bool:
+    """Whether a file of a target is there only while it is unfinished."""
+    return path == MARKER_NAME or path.startswith(f"{JOURNAL_NAME}/")
 
 
 def delete_old(place: PartPlace, paths: Sequence[str]) -> None:

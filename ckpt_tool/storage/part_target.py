@@ -2,7 +2,8 @@
 
 States: marked (the marker file says that this is unfinished) -> parts -> all parts there -> the old target gone ->
 joining (the marker says so) -> joined and measured -> the file that makes it a checkpoint -> the marker gone. Until the
-last but one nothing reads as a checkpoint. Knows nothing of what the files mean.
+last but one nothing reads as a checkpoint. Where nothing lies under the name yet (the marker says that too), a file
+that fits one part is put there at once: one request in place of three. Knows nothing of what the files mean.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
-from ckpt_tool.storage.part_commit import delete_old, measure
+from ckpt_tool.storage.part_commit import delete_old, is_control, measure
 from ckpt_tool.storage.part_log import PartLog, PartNotes
 from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads, Receipt
 from ckpt_tool.storage.parts import Begun, Bytes, PartPlace
 from ckpt_tool.storage.urls import check_path, join_url
 
-__all__ = ["PartTarget"]
+__all__ = ["PartTarget", "is_all_of_target"]
 
 HELD_BYTES = 64 << 20
-"""A last file up to this size is held back in memory and written at once; a larger one is joined last. Of a target that
-is one file only the smallest are held."""
+"""A last file up to this size is held back in memory and written at once; a larger one is joined last. A target that is
+one file is held if it fits one part."""
 
 _WRITING = b"Unfinished output of ckpt: not a checkpoint. Run the same command with --resume, or with --overwrite.\n"
+_ALONE = b"All that lies here is of it.\n"
 _JOINING = b"Unfinished output of ckpt, all bytes are there: run the same command with --resume.\n"
 _HINT = 'the same command with "--resume" goes on where this one stopped'
+
+
+def is_all_of_target(marker: bytes) -> bool:
+    """Whether all that lies where a marker is belongs to the unfinished target: nothing was there, or it is gone."""
+    return marker == _JOINING or _ALONE in marker
 
 
 class PartTarget:
@@ -50,6 +57,8 @@ class PartTarget:
     """
 
     is_sequential = True
+    is_alone: bool
+    """Whether nothing but this target can be where its files go."""
 
     def __init__(
         self,
@@ -74,7 +83,7 @@ class PartTarget:
         self._begun: dict[str, Begun] = {}
         self._received: dict[str, Receipt] = {}
         self._found: dict[str, int] = {}
-        self._is_joining = self.is_resumed = False
+        self._is_joining = self.is_resumed = self.is_alone = False
         self.journal = PartLog(place, JOURNAL_NAME, ())
         if not joins:
             self._claim(resume=resume)
@@ -87,21 +96,24 @@ class PartTarget:
         marker = place.get(MARKER_NAME) if MARKER_NAME in self._found else None
         self.is_resumed = marker is not None and resume
         self._is_joining = self.is_resumed and marker == _JOINING
-        if self._is_joining and not place.is_named_last:
-            self._old = []  # what is there is what this target has joined
+        is_own = is_all_of_target(marker) if marker is not None else not self._old
+        self.is_alone = place.is_named_last or (is_own and not self._single_file and not self._is_joining)
+        if not place.is_named_last and marker is not None and is_own and (resume or self.is_alone):
+            self._old = []  # what is there is what this target has put or joined
         self._check(is_unfinished=marker is not None, resume=resume)
         self.journal = PartLog(place, JOURNAL_NAME, self._found)
         self._begun = place.begun() if marker is not None else {}
         if not (self.is_resumed and self.journal.read()):
             self._forget()
         if marker is None:
-            own = (
-                _WRITING + f"run {uuid.uuid4().hex}\n".encode()
-            )  # its own again, if the answer to the first try is lost
+            own = self._marker() + f"run {uuid.uuid4().hex}\n".encode()  # that of a first try whose answer is lost
             if not place.put(MARKER_NAME, own, is_new=True) and place.get(MARKER_NAME) != own:
                 raise TargetExists("another process has just started to write", where=self.url)
         elif not self._is_joining:
-            place.put(MARKER_NAME, _WRITING)
+            place.put(MARKER_NAME, self._marker())
+
+    def _marker(self) -> bytes:
+        return _WRITING + (_ALONE if self.is_alone else b"")
 
     def create(self, path: str, nbytes: int, *, is_last: bool = False) -> None:
         """Announce a file of ``nbytes``; what an earlier run has sent of it counts as written, see ``start_of``.
@@ -118,9 +130,10 @@ class PartTarget:
             if self._single_file and self._files:
                 raise UsageError(f"expected one file, got {path!r} beside {next(iter(self._files))!r}", where=self.url)
             file = self._files[path] = PartFile(name, where, nbytes, is_last=is_last or self._single_file)
-        if file.is_last and nbytes <= (self._place.limits.min_bytes if self._single_file else HELD_BYTES):
+            file.is_put_whole = self.is_alone and not file.is_last
+        if file.is_last and (self._uploads.fits_one_part(nbytes) if self._single_file else nbytes <= HELD_BYTES):
             file.held = bytearray()
-        elif self._is_joining and self._found.get(name) == nbytes:
+        elif (self._is_joining or file.is_put_whole) and self._found.get(name) == nbytes:
             file.is_joined = True
             file.start = file.position = nbytes
         elif path in self._received:
@@ -179,9 +192,10 @@ class PartTarget:
         begun = {path: None if file.is_joined else file.receipt() for path, file in self._files.items()}
         return {path: receipt for path, receipt in begun.items() if receipt is None or receipt[0] is not None}
 
-    def begin_from(self, receipts: Mapping[str, Receipt]) -> None:
+    def begin_from(self, receipts: Mapping[str, Receipt], *, is_alone: bool) -> None:
         """Take files for begun, before they are created; None says that one was joined."""
         self._received = dict(receipts)
+        self.is_alone = is_alone
 
     def adopt(self, path: str, receipt: Receipt) -> None:
         """Take a created file for sent by another process, to the end.
@@ -244,7 +258,10 @@ class PartTarget:
             for file in self._files.values():
                 if file.token is not None and not file.is_joined:
                     self._begun[file.path] = Begun(file.token)
+                elif file.is_put_whole:
+                    self._found[file.path] = file.nbytes
             with suppress(CkptError):
+                self.journal.delete()
                 self._forget()
                 self._place.delete(MARKER_NAME)
                 self._place.clear()
@@ -275,6 +292,9 @@ class PartTarget:
         self._begun = {}
         self._is_joining = False
         self._delete_notes(self._found)
+        if self.is_alone:
+            delete_old(self._place, [path for path in self._found if not is_control(path)])
+        self._found = {}
         self.journal = PartLog(self._place, JOURNAL_NAME, ())
 
     def _delete_notes(self, paths: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count, takewhile
 from typing import Any
 
-from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.errors import StorageError, TargetExists, UsageError
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.parts import Begun, Part, PartPlace
@@ -42,6 +42,8 @@ class PartFile:
     held: bytearray | None = None
     """Content of a file that is written at once, in the end."""
     is_joined: bool = False
+    is_put_whole: bool = False
+    """Whether it gets its name as soon as it is sent, where it fits one part."""
     token: str | None = None
     part_bytes: int = 0
     parts: dict[int, Part] = field(default_factory=dict)
@@ -115,6 +117,10 @@ class PartUploads:
             if file.filled == file.part_bytes or file.position == file.nbytes:
                 self._submit(file, -(-file.position // file.part_bytes), file.buffer, file.filled)
                 file.buffer = None
+
+    def fits_one_part(self, nbytes: int) -> bool:
+        """Whether a file that is the only one goes in one part."""
+        return nbytes <= self._part_bytes(nbytes, 1)
 
     def flush(self) -> None:
         """Wait until all parts that have left are in the storage.
@@ -197,16 +203,24 @@ class PartUploads:
 
     def _upload(self, file: PartFile, number: int, buffer: bytearray, nbytes: int) -> None:
         try:
-            with file.lock:
-                if file.token is None:
-                    file.token = self._place.begin(file.path)
-            tag = self._place.put_part(file.path, file.token, number, memoryview(buffer)[:nbytes])
+            self._send(file, number, memoryview(buffer)[:nbytes])
         except BaseException as error:
             self._failure = self._failure or error
             raise
-        file.parts[number] = Part(nbytes, tag)
         with self._lock:
             self._spare.append(buffer)
+
+    def _send(self, file: PartFile, number: int, data: memoryview) -> None:
+        """Send one part, or the file that it is, which takes the place of nothing."""
+        if file.is_put_whole and file.token is None and len(data) == file.nbytes:
+            if not self._place.put(file.path, data, is_new=True) and self._place.get(file.path) != bytes(data):
+                raise TargetExists("another process has written it in the meantime", where=file.where)
+            file.is_joined = True
+            return
+        with file.lock:
+            if file.token is None:
+                file.token = self._place.begin(file.path)
+        file.parts[number] = Part(len(data), self._place.put_part(file.path, file.token, number, data))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -24,17 +24,12 @@ from ckpt_tool.storage.parts import PartPlace
 from ckpt_tool.storage.shared_folder import Receipts
 from ckpt_tool.storage.urls import check_path, join_url
 
-__all__ = ["SharedParts", "is_of_save"]
+__all__ = ["SharedParts"]
 
 _MEMORY_BYTES = 128 << 20
 """Parts under way of one process."""
 _MARKER = b"A save that has not ended: not a checkpoint. ckpt clean removes it."
 _HINT = "choose another name, or pass overwrite=True"
-
-
-def is_of_save(marker: bytes) -> bool:
-    """Whether a marker is that of a save, not of a conversion, which could go on."""
-    return marker.startswith(_MARKER)
 
 
 class SharedParts:

@@ -36,8 +36,8 @@ class Bucket:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, method: str, text: str = "") -> int:
-        """Requests of a method whose path or query has ``text`` in it."""
-        return sum(m == method and text in path for m, path, _ in self.requests)
+        """Requests whose method begins so and whose path or query has ``text`` in it."""
+        return sum(m.startswith(method) and text in path for m, path, _ in self.requests)
 
 
 class _Handler(BaseHTTPRequestHandler):

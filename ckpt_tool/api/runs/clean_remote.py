@@ -2,24 +2,26 @@
 
 On HDFS everything of an unfinished target lies in a folder of its own. On S3 the parts are invisible until they are
 joined, and what was joined has its final name already: it is removed only where it does not read as a checkpoint. A
-checkpoint that a killed save was to replace, or whose save ended right before its last request, loses the mark alone.
+checkpoint that was to be replaced, or whose save ended right before its last request, loses the mark alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
-from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.errors import CkptError, NotFound, StorageError, Unsupported
+from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.detect import detect
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old
+from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, is_control
 from ckpt_tool.storage.part_places import part_place
+from ckpt_tool.storage.part_target import is_all_of_target
 from ckpt_tool.storage.parts import PartPlace
-from ckpt_tool.storage.shared_parts import is_of_save
 from ckpt_tool.storage.store import Listing
-from ckpt_tool.storage.target import JOURNAL_NAME, MARKER_NAME
+from ckpt_tool.storage.target import MARKER_NAME
 from ckpt_tool.storage.urls import join_url
 
 __all__ = ["RemoteLeftover", "remote_leftovers"]
@@ -75,10 +77,10 @@ def _found(run: str, listing: Listing) -> Iterator[RemoteLeftover]:
                     yield RemoteLeftover(folder, nbytes, len(below), modified, place.clear)
             elif folder in unmarked:
                 pass  # not of this tool
-            elif own is not None or not (_has_last(below) or _reads(join_url(run, folder))):
-                yield _with_parts(place, folder, modified, keeps=False)
-            elif is_of_save(place.get(MARKER_NAME) or b""):
+            elif own is None and _holds_checkpoint(place, below, join_url(run, folder)):
                 yield _with_parts(place, folder, listing.modified.get(f"{folder}/{MARKER_NAME}", 0.0), keeps=True)
+            else:
+                yield _with_parts(place, folder, modified, keeps=False)
         finally:
             place.close()
 
@@ -94,7 +96,7 @@ def _with_parts(place: PartPlace, folder: str, modified: float, *, keeps: bool) 
     """What is in the place of a target, files and parts of files; only what no checkpoint has if it ``keeps`` that."""
     begun = place.under_way()
     files = {path: nbytes for path, nbytes in place.files().items() if path}
-    control = {path for path in files if path == MARKER_NAME or path.startswith(f"{JOURNAL_NAME}/")}
+    control = set(filter(is_control, files))
     if keeps:
         files = {path: files[path] for path in control}
     parts = [part.nbytes for _, each in begun for part in each.parts.values()]
@@ -110,17 +112,24 @@ def _with_parts(place: PartPlace, folder: str, modified: float, *, keeps: bool) 
     return RemoteLeftover(folder, sum(files.values()) + sum(parts), len(files) + len(begun), modified, remove)
 
 
-def _has_last(paths: Collection[str]) -> bool:
-    """Whether a file is there that a target gets last, and loses first."""
-    return any(path.endswith(COMMIT_NAMES) for path in paths)
+def _holds_checkpoint(place: PartPlace, paths: Collection[str], url: str) -> bool:
+    """Whether there is more than an unfinished target: the file that it gets last, or what it was to replace."""
+    if any(path.endswith(COMMIT_NAMES) for path in paths):
+        return True
+    return not is_all_of_target(place.get(MARKER_NAME) or b"") and _reads(url)
 
 
 def _reads(url: str) -> bool:
-    """Whether it is a checkpoint, complete or not: a target that replaces one leaves it there until its own is sent."""
+    """Whether it is a checkpoint, complete or not, were it not for the marker."""
+    store, listing = open_store(url)
+    sizes = {path: nbytes for path, nbytes in listing.sizes.items() if not is_control(path)}
+    source = Source(store, replace(listing, sizes=sizes))
     try:
-        open_checkpoint(url).close()
+        detect(source).read(source)
     except StorageError:
         raise
     except CkptError:
         return False
+    finally:
+        store.close()
     return True

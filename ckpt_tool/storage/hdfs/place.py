@@ -48,6 +48,8 @@ class HdfsPlace:
         own = self._final if token is None else f"{self._final}.{token}"
         self._partial, self._former = f"{own}.partial", f"{own}.replaced"
         self._parts_folder = f"{self._partial}/{_PARTS}"
+        self._made: set[str] = set()
+        """Folders that this process has made."""
 
     def old_files(self) -> Sequence[str]:
         """Paths of files under the final name; ``""`` is a file of that name itself."""
@@ -84,7 +86,7 @@ class HdfsPlace:
     def begin(self, path: str) -> str:
         """The folder of a file's parts."""
         token = f"{self._parts_folder}/_{quote(path, safe='')}"
-        self._client.make_folder(token)
+        self._make_folder(token)
         return token
 
     def put_part(self, path: str, token: str, number: int, data: Bytes) -> str:  # noqa: ARG002 - the token names it
@@ -105,7 +107,7 @@ class HdfsPlace:
                 self._client.write_pieces(joined, partial(self._content, left))
                 break
         full = self._full(path)
-        self._client.make_folder(full.rpartition("/")[0])
+        self._make_folder(full.rpartition("/")[0])
         is_named = self._client.rename(joined, full, replace=not is_new)
         if is_named:
             self._client.delete(token)
@@ -118,7 +120,7 @@ class HdfsPlace:
     def put(self, path: str, data: Bytes, *, is_new: bool = False) -> bool:
         """Write a small file."""
         full = self._full(path)
-        self._client.make_folder(full.rpartition("/")[0])
+        self._make_folder(full.rpartition("/")[0])
         if is_new:
             return self._client.write_new(full, data, scratch=self._parts_folder)
         self._client.write(full, data, scratch=self._parts_folder)
@@ -134,6 +136,7 @@ class HdfsPlace:
 
     def clear(self) -> None:
         """Remove the folder of everything."""
+        self._made.clear()
         self._client.delete(self._partial)
 
     def finish(self, *, replace: bool) -> None:
@@ -142,6 +145,7 @@ class HdfsPlace:
         Raises:
             TargetExists: something has taken the name in the meantime.
         """
+        self._made.clear()
         for folder in (self._parts_folder, f"{self._partial}/{JOURNAL_NAME}"):
             self._client.delete(folder)
         if self._single_file:
@@ -168,6 +172,12 @@ class HdfsPlace:
             if not f.is_folder and name.isdecimal():
                 parts.setdefault(token, {})[int(name)] = Part(f.nbytes, name)
         return parts
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder, once."""
+        if folder not in self._made:
+            self._client.make_folder(folder)
+            self._made.add(folder)
 
     def _full(self, path: str) -> str:
         return f"{self._partial}/{path or _CONTENT}"

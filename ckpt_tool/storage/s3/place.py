@@ -11,7 +11,7 @@ from contextlib import suppress
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
-from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME
+from ckpt_tool.storage.part_commit import is_control
 from ckpt_tool.storage.parts import Begun, Bytes, Part, PartLimits
 from ckpt_tool.storage.s3.client import S3Client, parsed_xml, split_s3_url, xml_text, xml_time
 
@@ -45,7 +45,7 @@ class S3Place:
         """Paths of objects under the final name; ``""`` is an object of that name itself."""
         head = [""] if self._client.head(self._key) is not None else []
         below = self._listed(f"{self._key}/")
-        return head + [path for path in below if not _is_control(path)]
+        return head + [path for path in below if not is_control(path)]
 
     def files(self) -> dict[str, int]:
         """Size of each object of this target, control files included."""
@@ -145,7 +145,7 @@ class S3Place:
     def _key_of(self, path: str) -> str:
         if not path:
             return self._key
-        return f"{self._control}{path}" if _is_control(path) else f"{self._key}/{path}"
+        return f"{self._control}{path}" if is_control(path) else f"{self._key}/{path}"
 
     def _listed(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -185,7 +185,3 @@ class S3Place:
             if all(query.get(name) == value for name, value in after.items()):
                 raise StorageError("the listing of uploads does not end", where=self.url)
             query = query | after
-
-
-def _is_control(path: str) -> bool:
-    return path == MARKER_NAME or path.startswith(f"{JOURNAL_NAME}/")

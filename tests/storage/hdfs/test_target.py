@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import ckpt_tool
@@ -15,19 +15,12 @@ from ckpt_tool.storage.hdfs import client, place
 from ckpt_tool.storage.hdfs.client import HdfsClient
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.parts import PartLimits
-from ckpt_tool.storage.target import Target, open_target
+from ckpt_tool.storage.target import open_target
+from tests.storage import hdfs_fake
 from tests.storage.hdfs_fake import Cluster, Died, fake_module
+from tests.storage.part_runs import FILES, OPTIONS, PART, run, write
 
-OPTIONS: dict[str, Any] = {"overwrite": False, "resume": False, "durable": True, "single_file": False}
 URL = "hdfs://lab/run/out"
-PART = 1000
-FILES = {
-    ".metadata": b"commit",
-    "a.bin": np.random.default_rng(0).bytes(3500),
-    "empty": b"",
-    "sub/b c.bin": np.random.default_rng(1).bytes(2000),
-    "sub/c.bin": b"c",
-}
 
 
 @pytest.fixture
@@ -53,31 +46,6 @@ def files(cluster: Cluster, folder: str = "/run/out") -> dict[str, bytes]:
     return {path[len(folder) + 1 :]: data for path, data in cluster.files.items() if path.startswith(f"{folder}/")}
 
 
-def write(target: Target, *, step: int = 300) -> None:
-    """Everything but the commit, from where an earlier run was, files in turn."""
-    for path, data in FILES.items():
-        target.create(path, len(data), is_last=path == ".metadata")
-    if target.journal is not None:
-        target.journal.append(b"plan\n")
-    at = {path: target.start_of(path) for path in FILES}
-    while any(at[path] < len(data) for path, data in FILES.items()):
-        for path, data in FILES.items():
-            piece = data[at[path] : at[path] + step]
-            target.write(path, at[path], piece)
-            at[path] += len(piece)
-
-
-def run(**options: bool) -> None:
-    """A whole run."""
-    target = open_target(URL, **{**OPTIONS, **options})
-    try:
-        write(target)
-        target.commit(".metadata")
-    except BaseException:
-        target.abandon()
-        raise
-
-
 def test_one_rename(cluster: Cluster) -> None:
     """Nothing has the final name until everything has it, and nothing else is left, not even a folder."""
     target = open_target(URL, **OPTIONS)
@@ -89,6 +57,31 @@ def test_one_rename(cluster: Cluster) -> None:
     assert cluster.folders == {"/", "/run", "/run/out", "/run/out/sub"}
     with pytest.raises(TargetExists, match="is there already, with 5 files"):
         open_target(URL, **OPTIONS)
+
+
+def test_a_file_of_one_part_is_written_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is created, written, closed and named, in a folder that is made once."""
+    target = open_target(URL, **OPTIONS)
+    calls: list[str] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return real(*arguments)
+
+        return call
+
+    for name in ("create", "mkdirs", "rename", "delete", "get_file_info"):
+        monkeypatch.setattr(hdfs_fake._Client, name, noted(name, getattr(hdfs_fake._Client, name)))
+    for number in range(3):
+        target.create(f"sub/{number}", 5)
+        target.write(f"sub/{number}", 0, b"12345")
+        target.flush()
+    assert calls == ["mkdirs", *["create", "rename"] * 3]
+    target.abandon()
+    assert cluster.files["/run/out.partial/sub/1"] == b"12345"
+    run(URL, overwrite=True)
+    assert files(cluster) == FILES
 
 
 def test_notes_of_others(cluster: Cluster) -> None:
@@ -108,7 +101,7 @@ def test_no_concat(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, n_joined: 
     monkeypatch.setattr(client, "_BLOCK_BYTES", 1200)  # a copy has several blocks
     real, calls = HdfsClient.concat, iter(range(100))
     monkeypatch.setattr(HdfsClient, "concat", lambda *a: next(calls) < n_joined and real(*a))
-    run()
+    run(URL)
     assert files(cluster) == FILES
 
 
@@ -116,7 +109,7 @@ def test_lost_answers(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None
     """A name that was given, though the name node could not say so, is not given again, and nobody else's."""
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0)
     cluster.loses_answers = True
-    run()
+    run(URL)
     assert files(cluster) == FILES
     assert not HdfsClient("hdfs://lab").write_new("/run/out/sub/c.bin", b"x", scratch="/run")
 
@@ -197,7 +190,7 @@ def test_death_at_every_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, 
             cluster.make("/run/out")
         cluster.n_calls, cluster.dies_at = 0, number
         try:
-            run(overwrite=old)
+            run(URL, overwrite=old)
             break
         except Died:
             cluster.dies_at = None
@@ -205,7 +198,7 @@ def test_death_at_every_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, 
         if files(cluster) == FILES:
             continue
         try:
-            run(overwrite=True, resume=True)
+            run(URL, overwrite=True, resume=True)
         except TargetExists as error:
             assert "killed at its very end" in (error.hint or "")  # noqa: PT017 - a rare end, checked when it comes
             assert files(cluster, "/run/out.partial") == FILES

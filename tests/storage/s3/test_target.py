@@ -7,25 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
+import ckpt_tool
 from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage import part_target
 from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.target import Target, open_target
+from tests.storage.part_runs import FILES, OPTIONS, PART, run, write
 from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
 
-OPTIONS: dict[str, Any] = {"overwrite": False, "resume": False, "durable": True, "single_file": False}
 URL = f"s3://{BUCKET}/run//out"
-PART = 1000
-FILES = {
-    ".metadata": b"commit",
-    "a.bin": np.random.default_rng(0).bytes(3500),
-    "empty": b"",
-    "sub/b.bin": np.random.default_rng(1).bytes(2000),
-    "sub/c.bin": b"c",
-}
 
 
 @pytest.fixture
@@ -45,37 +39,12 @@ def files(bucket: Bucket) -> dict[str, bytes]:
     return {key.removeprefix(prefix): data for key, data in bucket.objects.items() if key.startswith(prefix)}
 
 
-def write(target: Target, *, step: int = 300) -> None:
-    """Everything but the commit, from where an earlier run was, files in turn."""
-    for path, data in FILES.items():
-        target.create(path, len(data), is_last=path == ".metadata")
-    if target.journal is not None:
-        target.journal.append(b"plan\n")
-    at = {path: target.start_of(path) for path in FILES}
-    while any(at[path] < len(data) for path, data in FILES.items()):
-        for path, data in FILES.items():
-            piece = data[at[path] : at[path] + step]
-            target.write(path, at[path], piece)
-            at[path] += len(piece)
-
-
-def run(**options: bool) -> None:
-    """A whole run."""
-    target = open_target(URL, **{**OPTIONS, **options})
-    try:
-        write(target)
-        target.commit(".metadata")
-    except BaseException:
-        target.abandon()
-        raise
-
-
 def test_nothing_is_seen_before_the_commit(bucket: Bucket) -> None:
-    """Until then there is only what says that this is unfinished; after it nothing else than the files."""
+    """Until then there is what says that this is unfinished, and small files; after it nothing else than the files."""
     target = open_target(URL, **OPTIONS)
     write(target)
     target.flush()
-    assert set(files(bucket)) == {"CKPT_UNFINISHED", "CKPT_JOURNAL/00000000"}
+    assert set(files(bucket)) == {"CKPT_UNFINISHED", "CKPT_JOURNAL/00000000", "sub/c.bin"}
     target.commit(".metadata")
     assert files(bucket) == FILES
     assert bucket.uploads == {}
@@ -83,11 +52,60 @@ def test_nothing_is_seen_before_the_commit(bucket: Bucket) -> None:
 
 def test_the_deciding_file_comes_last(bucket: Bucket) -> None:
     """It is put when all others are joined, and only where none is."""
-    run()
+    run(URL)
     joins = [i for i, (method, path, _) in enumerate(bucket.requests) if method == "POST" and "uploadId=" in path]
     last = [i for i, (method, path, _) in enumerate(bucket.requests) if method == "PUT" and path.endswith(".metadata")]
-    assert len(joins) == 3
+    assert len(joins) == 2
     assert last[0] > max(joins)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "over"])
+def test_a_file_of_one_part_is_one_request(bucket: Bucket, *, old: bool) -> None:
+    """Where nothing is that it would take the place of before all is there; a file in parts costs two more."""
+    bucket.objects |= {"run//out/sub/c.bin": b"old"} if old else {}
+    target = open_target(URL, **OPTIONS | {"overwrite": old})
+    write(target)
+    target.flush()
+    assert files(bucket)["sub/c.bin"] == (b"old" if old else b"c")
+    target.commit(".metadata")
+    n_requests = {path: bucket.count("P", path.replace(" ", "%20")) for path in FILES}
+    assert n_requests == {".metadata": 1, "a.bin": 6, "empty": 1, "sub/b c.bin": 4, "sub/c.bin": 3 if old else 1}
+
+
+def test_begun_anew(bucket: Bucket) -> None:
+    """Files that a killed run has put are not of the next one that has others; what was there before it stays."""
+    for before in ({}, {"run//out/old": b"old"}):
+        bucket.objects = dict(before)
+        target = open_target(URL, **OPTIONS | {"overwrite": True})
+        target.create("other", 5)
+        target.write("other", 0, b"other")
+        target.abandon()
+        anew = open_target(URL, **OPTIONS | {"overwrite": True})
+        assert {f"run//out/{path}": data for path, data in files(bucket).items() if "CKPT" not in path} == before
+        write(anew)
+        anew.commit(".metadata")
+        assert files(bucket) == FILES
+
+
+def test_discarded(bucket: Bucket) -> None:
+    """Nothing is left of what is given up."""
+    target = open_target(URL, **OPTIONS)
+    write(target)
+    target.abandon(discard=True)
+    assert (bucket.objects, bucket.uploads) == ({}, {})
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "over"])
+def test_cleaned(bucket: Bucket, *, old: bool) -> None:
+    """What a killed run has put goes; a checkpoint that it was to replace stays, also one without an index."""
+    tensor = save({"w": np.zeros(3, np.float32)})
+    before = {"run//out/model.safetensors": tensor} if old else {}
+    bucket.objects |= before
+    target = open_target(URL, **OPTIONS | {"overwrite": old})
+    write(target)
+    target.abandon()
+    assert [left.path for left in ckpt_tool.clean(f"s3://{BUCKET}/run//", dry_run=False).leftovers] == ["out"]
+    assert (bucket.objects, bucket.uploads) == (before, {})
 
 
 def test_another_process_was_first(bucket: Bucket) -> None:
@@ -218,7 +236,7 @@ def test_death_at_every_request(bucket: Bucket, monkeypatch: pytest.MonkeyPatch,
         with monkeypatch.context() as patch:
             made = dying_at(patch, number, is_done=number % 2 == 0)
             try:
-                run(overwrite=old)
+                run(URL, overwrite=old)
                 assert made() < number
                 break
             except Died:
@@ -228,7 +246,7 @@ def test_death_at_every_request(bucket: Bucket, monkeypatch: pytest.MonkeyPatch,
         assert is_old or ".metadata" not in left or {**left, **FILES} == left
         n_parts = sum(len(parts) for _, parts in bucket.uploads.values())
         bucket.requests.clear()
-        run(overwrite=True, resume=True)
+        run(URL, overwrite=True, resume=True)
         assert files(bucket) == FILES
         assert bucket.uploads == {}
         n_resumed += n_parts > bucket.count("PUT", "partNumber=")
