@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, TensorVie
 from ckpt_tool.errors import StorageError, TargetExists
 from ckpt_tool.manifest.select import parse_slice
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.target import open_target
+from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = ["Excerpt", "cat", "save_npy"]
 
@@ -78,7 +81,7 @@ def save_npy(excerpt: Excerpt, path: str, *, overwrite: bool = False) -> str | N
         TargetExists: the file is there already.
         StorageError: it cannot be written.
     """
-    if os.path.exists(path) and not overwrite:
+    if is_local(path) and os.path.exists(local_path(path)) and not overwrite:
         raise TargetExists("exists already", where=path, hint="add --overwrite to replace it")
     array, note = excerpt.array, None
     if array.dtype.kind not in _NUMPY_KINDS or array.dtype.type.__module__ != "numpy":
@@ -87,12 +90,29 @@ def save_npy(excerpt: Excerpt, path: str, *, overwrite: bool = False) -> str | N
         if array.dtype.type is not np.void:
             note += f"; read it with numpy.load({path!r}).view(ml_dtypes.{array.dtype.name})"
         array = raw
+    if not is_local(path):
+        _put_npy(path, array, overwrite=overwrite)
+        return note
     try:
-        with Path(path).open("wb") as file:
+        with Path(local_path(path)).open("wb") as file:
             np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
     except OSError as error:
         raise StorageError(f"cannot be written: {error.strerror}", where=path) from error
     return note
+
+
+def _put_npy(url: str, array: npt.NDArray[Any], *, overwrite: bool) -> None:
+    content = io.BytesIO()
+    np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
+    name, data = url.rpartition("/")[2], content.getbuffer()
+    target = open_target(url, overwrite=overwrite, resume=False, durable=True, single_file=True)
+    try:
+        target.create(name, data.nbytes, is_last=True)
+        target.write(name, 0, data)
+        target.commit(name)
+    except BaseException:
+        target.abandon(discard=True)
+        raise
 
 
 def _listed(array: npt.NDArray[Any]) -> Any:

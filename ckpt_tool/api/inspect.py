@@ -24,6 +24,7 @@ from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS, IntArray
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = [
     "FileRow",
@@ -366,8 +367,14 @@ def save_parquet(found: Inspection, path: str | os.PathLike[str]) -> None:
     """
     from ckpt_tool.api.manifest_file import check_replaceable  # few calls write a file
     from ckpt_tool.manifest.arrow import to_parquet
+    from ckpt_tool.storage.side_file import put_side_file
 
-    check_replaceable(path, b"PAR1", "Parquet file")
+    mark, what = b"PAR1", "Parquet file"
+    if not is_local(path):
+        put_side_file(os.fspath(path), to_parquet(found.manifest), mark=mark, what=what)
+        return
+    path = local_path(path)
+    check_replaceable(path, mark, what)
     try:
         Path(path).write_bytes(to_parquet(found.manifest))
     except OSError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckpt_tool.errors import FormatError, NotFound, StorageError, UsageError
+from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.target import open_target
+from ckpt_tool.storage.side_file import HEAD_BYTES, put_side_file, refuse_other
 from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 30
-_HEAD_BYTES = 4096
+_MARK, _WHAT = b'"ckpt-tool/', "list of digests"
 
 
 def manifest_beside(url: str | os.PathLike[str]) -> str:
@@ -53,15 +53,10 @@ def write_text(text: str, url: str) -> None:
         UsageError: a file of that name is here, and it is none that this tool wrote.
     """
     if not is_local(url):
-        data = text.encode()
-        name = url.rsplit("/", 1)[-1]
-        remote = open_target(url, overwrite=True, resume=False, durable=True, single_file=True)
-        remote.create(name, len(data), is_last=True)
-        remote.write(name, 0, data)
-        remote.commit(name)
+        put_side_file(url, text.encode(), mark=_MARK, what=_WHAT)
         return
     target = Path(local_path(url))
-    check_replaceable(target, b'"ckpt-tool/', "list of digests")
+    check_replaceable(target, _MARK, _WHAT)
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -78,12 +73,10 @@ def check_replaceable(path: str | os.PathLike[str], mark: bytes, what: str) -> N
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(HEAD_BYTES)
     except OSError:  # writing tells what is wrong
         return
-    if head and mark not in head:
-        said = f"{os.fspath(path)} is here and is no {what}: it is not overwritten"
-        raise UsageError(said, hint="name another file, or remove it")
+    refuse_other(head, mark, os.fspath(path), what)
 
 
 def read_manifest(url: str | os.PathLike[str]) -> DigestTable:
@@ -123,7 +116,7 @@ def is_manifest_file(url: str | os.PathLike[str]) -> bool:
     store, listing = open_store(url)
     try:
         name = listing.entry
-        head = b"" if name is None else store.read(name, 0, min(listing.sizes[name], _HEAD_BYTES))
+        head = b"" if name is None else store.read(name, 0, min(listing.sizes[name], HEAD_BYTES))
     finally:
         store.close()
     return SCHEMA.rpartition("/")[0].encode() in head

@@ -12,7 +12,7 @@ from ckpt_tool.cli.output import Output
 from ckpt_tool.cli.progress import progress_bar
 from ckpt_tool.cli.render_plan import cast_lines, drop_lines, mesh_text, plan_lines, result_lines
 from ckpt_tool.cli.text import Span, line, wrap
-from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.errors import UsageError
 from ckpt_tool.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -42,14 +42,7 @@ def _save_plan(sink: Output, conversion: Conversion, path: str) -> None:
             raise UsageError("--plan-json - needs stdout for the plan alone", hint="add --quiet, or name a file")
         sys.stdout.writelines(conversion.plan_json())
         return
-    from ckpt_tool.api.manifest_file import check_replaceable
-
-    check_replaceable(path, b'"fingerprint"', "plan")
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(conversion.plan_json())
-    except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", where=path) from error
+    conversion.save_plan(path)
 
 
 def run_conversion(sink: Output, conversion: Conversion, *, dry_run: bool, plan_json: str | None) -> None:

@@ -64,6 +64,14 @@ class PartPlace(Protocol):
         """Paths of what is under the final name now, files of an unfinished target that were joined among them."""
         ...
 
+    def old_head(self, length: int) -> bytes | None:
+        """The first bytes of a file of the final name itself, all of a shorter one; None where there is none.
+
+        Raises:
+            UsageError: a folder has the name.
+        """
+        ...
+
     def files(self) -> dict[str, int]:
         """Size of each whole file of this target, control files included."""
         ...

@@ -22,6 +22,7 @@ from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, measure
 from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads
 from ckpt_tool.storage.parts import PartPlace
 from ckpt_tool.storage.shared_folder import Receipts
+from ckpt_tool.storage.side_file import put_side_file
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["SharedParts"]
@@ -94,7 +95,7 @@ class SharedParts:
             self._joined = []  # what bears these names now may be the other's
             raise self._taken()
         if digests is not None:
-            _put_file(self.url.rstrip("/") + SUFFIX, digests)
+            put_side_file(self.url.rstrip("/") + SUFFIX, digests, mark=None, what="list of digests")
         self._put_new(commit_path, commit_data)
         if self._place.is_named_last:
             self._place.delete(MARKER_NAME)
@@ -148,17 +149,6 @@ class SharedParts:
 
     def _taken(self) -> TargetExists:
         return TargetExists("another save is completing a checkpoint of this name", where=self.url, hint=_HINT)
-
-
-def _put_file(url: str, data: bytes) -> None:
-    """Write a small file, in the place of one that is there."""
-    from ckpt_tool.storage.target import open_target
-
-    name = url.rsplit("/", 1)[-1]
-    target = open_target(url, overwrite=True, resume=False, durable=True, single_file=True)
-    target.create(name, len(data), is_last=True)
-    target.write(name, 0, data)
-    target.commit(name)
 
 
 class _SharedPartFile:

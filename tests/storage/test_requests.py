@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import ckpt_tool
 from ckpt_tool.api.cat import cat
 from ckpt_tool.cli.app import main
-from tests.storage.checkpoints import make_dcp, objects_of
+from tests.storage.checkpoints import make_dcp, make_safetensors, objects_of
 from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,26 @@ def test_a_check_reads_what_it_needs_once(
     bucket.objects |= objects_of(tmp_path / kind, "source")
     traffic = counted(capsys, "verify", SOURCE, level)
     assert (traffic["n_requests"], traffic["received_nbytes"]) == (13, sum(map(len, bucket.objects.values())))
+
+
+def test_no_checkpoint_is_replaced_by_a_side_file(bucket: Bucket, tmp_path: Path) -> None:
+    """As on this machine: what is there and is of another kind stays; one of its own is replaced, in two requests."""
+    one, out = f"{SOURCE}/model.safetensors", f"s3://{BUCKET}/out"
+    bucket.objects["source/model.safetensors"] = make_safetensors(tmp_path / "x", n_tensors=1).read_bytes()
+    before = dict(bucket.objects)
+    plan = ["plan", one, "--default", "shard0", "--plan-json"]
+    for words in (["verify", one, "--write-manifest"], ["inspect", one, "--parquet"], plan):
+        assert main([*words, one]) == 2
+        assert bucket.objects == before
+        for _ in range(2):
+            assert main([*words, out]) == 0
+            asked = [(method, status) for method, path, status in bucket.requests if path.endswith("/out")]
+        assert asked == [("GET", 404), ("PUT", 200), ("GET", 206), ("PUT", 200)]
+        del bucket.objects["out"]
+        bucket.requests.clear()
+    assert main(["cat", one, "layer.0.w[0]", "--out", one]) == 2
+    assert main(["cat", one, "layer.0.w[0]", "--out", out]) == 0
+    assert set(bucket.objects) == {*before, "out"}
 
 
 _WATCHED = """

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
 from ckpt_tool.api.digest import digest_table
-from ckpt_tool.api.manifest_file import manifest_beside, write_manifest
+from ckpt_tool.api.manifest_file import check_replaceable, manifest_beside, write_manifest
 from ckpt_tool.dtypes import DType
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.around import owners_of
@@ -30,8 +30,9 @@ from ckpt_tool.plan.describe import plan_json
 from ckpt_tool.plan.model import Cast, Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
+from ckpt_tool.storage.side_file import put_side_file
 from ckpt_tool.storage.target import open_target
-from ckpt_tool.storage.urls import is_local
+from ckpt_tool.storage.urls import is_local, local_path
 from ckpt_tool.storage.zeros import with_zeros
 
 __all__ = [
@@ -150,6 +151,24 @@ class Conversion:
     def plan_json(self) -> Iterator[str]:
         """Lines of the plan as JSON, see ``plan.describe``."""
         return plan_json(self.plan)
+
+    def save_plan(self, url: str) -> None:
+        """Write the plan as JSON to a path or URL.
+
+        Raises:
+            UsageError: a file is here, and it is no plan.
+            StorageError: it cannot be written.
+        """
+        mark, what = b'"fingerprint"', "plan"
+        if not is_local(url):
+            put_side_file(url, "".join(self.plan_json()).encode(), mark=mark, what=what)
+            return
+        check_replaceable(local_path(url), mark, what)
+        try:
+            with open(local_path(url), "w", encoding="utf-8") as file:
+                file.writelines(self.plan_json())
+        except OSError as error:
+            raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
 
     def run(self, progress: Callable[[Progress], None] | None = None) -> ConversionResult:
         """Write the target and give it its name.

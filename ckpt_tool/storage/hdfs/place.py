@@ -60,6 +60,15 @@ class HdfsPlace:
             return [""]
         return [f.path[len(self._final) + 1 :] for f in self._client.files(self._final) if not f.is_folder]
 
+    def old_head(self, length: int) -> bytes | None:
+        """The first bytes of a file of that name."""
+        found = self._client.info(self._final)
+        if found is None:
+            return None
+        if found.is_folder:
+            raise UsageError("is a folder, expected to write a file", where=self.url, hint="name the file in it")
+        return bytes(self._client.read(self._final, 0, min(length, found.nbytes), where=self.url))
+
     def files(self) -> dict[str, int]:
         """Size of each whole file of this target, control files included."""
         start = len(self._partial) + 1

@@ -163,11 +163,14 @@ class S3Client:
         allowed = frozenset({409, 412}) if is_new else _NO_STATUS
         return self.request("PUT", key, headers=headers, body=data, allowed=allowed).status < 300
 
-    def get(self, key: str) -> bytes | None:
-        """A whole object, for small ones; None where there is none."""
-        answer = self.request("GET", key, allowed=frozenset({404}))
+    def get(self, key: str, length: int | None = None) -> bytes | None:
+        """A whole object, for small ones, or at most its first ``length`` bytes; None where there is none."""
+        headers = {} if length is None else {"range": f"bytes=0-{length - 1}"}
+        answer = self.request("GET", key, headers=headers, allowed=frozenset({404, 416}))
+        if answer.status not in {200, 206}:
+            return None if answer.status == 404 else b""  # an empty object has no such range
         self.traffic.note(requests=0, received=len(answer.data))
-        return None if answer.status == 404 else answer.data
+        return answer.data
 
     def delete(self, key: str) -> None:
         """Remove an object, whether it is there or not."""

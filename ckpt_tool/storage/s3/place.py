@@ -47,6 +47,10 @@ class S3Place:
         below = self._listed(f"{self._key}/")
         return head + [path for path in below if not is_control(path)]
 
+    def old_head(self, length: int) -> bytes | None:
+        """The first bytes of an object of that name; one request. What has its name in front is another."""
+        return self._client.get(self._key, length)
+
     def files(self) -> dict[str, int]:
         """Size of each object of this target, control files included."""
         found = self._listed(self._control)
