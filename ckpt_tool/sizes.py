@@ -34,7 +34,9 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"{text!r} is not a size in bytes", hint="write it as 512MiB, 1GiB, 5GB or a plain number")
     nbytes = int(float(match[1]) * _UNITS[unit])
     if nbytes <= 0:
-        raise UsageError(f"{text!r} is not above zero bytes")
+        raise UsageError(
+            f"a size of {text} is not above zero bytes", hint="write it as 512MiB, 1GiB, 5GB or a plain number"
+        )
     return nbytes
 
 

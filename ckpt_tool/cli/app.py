@@ -53,7 +53,8 @@ class Commands(TyperGroup):
             raise UsageError(f"no such command {cmd_name!r}", hint=hint)
         module = importlib.import_module(f"{__package__}.{cmd_name}")
         alone = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
-        alone.command(cmd_name)(getattr(module, cmd_name))
+        examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
+        alone.command(cmd_name, epilog=f"\b\nExamples:\n{examples}")(getattr(module, cmd_name))
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:
@@ -78,7 +79,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings=_SETTINGS,
-    epilog="Exit status: 0 fine, 1 problems found, 2 usage, 3 bad checkpoint or layout, 4 storage.",
+    epilog="""ckpt COMMAND --help shows a command's options and examples; ckpt inspect SRC is a good begin.
+
+    Exit status: 0 fine, 1 problems found, 2 usage, 3 bad checkpoint or layout, 4 storage. NO_COLOR=1 prints without
+    colour, CKPT_DEBUG=1 shows the traceback of an error.""",
 )
 
 

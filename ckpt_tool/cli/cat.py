@@ -11,6 +11,11 @@ from ckpt_tool.cli.output import output
 from ckpt_tool.cli.text import Cell, Span, fitted, flat, line
 from ckpt_tool.sizes import parse_bytes
 
+EXAMPLES = (
+    "ckpt cat run/step-500 'model.norm.weight[0:6]'",
+    "ckpt cat run/step-500 model.norm.weight --out norm.npy",
+)
+
 What = Annotated[
     str,
     typer.Argument(metavar="NAME[SLICE]", help="Tensor, or part of it: 'layers.0.weight[0:4, :]'.", show_default=False),

@@ -13,6 +13,11 @@ from ckpt_tool.cli.render_ls import age
 from ckpt_tool.cli.text import Span, line
 from ckpt_tool.sizes import counted, format_bytes
 
+EXAMPLES = (
+    "ckpt clean run",
+    "ckpt clean run --delete",
+)
+
 Run = Annotated[
     str,
     typer.Argument(

@@ -10,6 +10,11 @@ from ckpt_tool.cli.options import DEFAULT_MEMORY, Choice, Exclude, Include, Json
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
 
+EXAMPLES = (
+    "ckpt diff run/step-500 copy/of/step-500",
+    "ckpt diff run/step-500 weights --section model --allow-cast",
+)
+
 _DIFFERENCES = 1
 
 
@@ -40,7 +45,9 @@ MapNames = Annotated[
 ]
 StripPrefix = Annotated[
     list[str] | None,
-    typer.Option("--strip-prefix", metavar="P", help="Take a prefix off names, on both sides.", show_default=False),
+    typer.Option(
+        "--strip-prefix", metavar="TEXT", help="Take this off names, on both sides. Repeatable.", show_default=False
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_tool.cli.options import Json, NoFsync, Overwrite, Quiet, Source
+from ckpt_tool.cli.options import Choice, Json, NoFsync, Overwrite, Quiet, Source
 from ckpt_tool.cli.output import output
 from ckpt_tool.cli.text import Line, Span, line, wrap
 from ckpt_tool.sizes import counted, format_bytes
@@ -14,7 +14,30 @@ from ckpt_tool.sizes import counted, format_bytes
 if TYPE_CHECKING:
     from ckpt_tool.api.convert.edit import EditResult
 
+EXAMPLES = (
+    r"ckpt edit model renamed --rename '^model\.(.*)=\1'",
+    "ckpt edit model slim --drop-optimizer",
+    "ckpt edit model --fix-index --in-place",
+)
+
 _NAMES_SHOWN = 3
+
+
+class Repair(Choice):
+    """What to do with tensors that share bytes."""
+
+    copy = "copy"
+    drop = "drop"
+
+
+class Link(Choice):
+    """How unchanged files come to the result."""
+
+    auto = "auto"
+    hard = "hard"
+    clone = "clone"
+    copy = "copy"
+
 
 Out = Annotated[
     str | None, typer.Argument(metavar="[OUT]", help="Where the result goes; not with --in-place.", show_default=False)
@@ -64,9 +87,8 @@ def edit(
         ),
     ] = None,
     repair: Annotated[
-        str | None,
+        Repair | None,
         typer.Option(
-            metavar="HOW",
             help="Tensors of a safetensors file that share bytes: copy gives each its own, drop keeps the first.",
             show_default=False,
         ),
@@ -80,8 +102,8 @@ def edit(
         ),
     ] = None,
     link: Annotated[
-        str, typer.Option(metavar="HOW", help="Unchanged files: auto (clone, else link), hard, clone or copy.")
-    ] = "auto",
+        Link, typer.Option(help="Unchanged files: clones, hard links or copies; auto clones, else links.")
+    ] = Link.auto,
     in_place: Annotated[bool, typer.Option("--in-place", help="Put the result in the place of SRC.")] = False,
     overwrite: Overwrite = False,
     no_fsync: NoFsync = False,
@@ -99,11 +121,8 @@ def edit(
     """
     from ckpt_tool.api.convert.edit import edit as run
     from ckpt_tool.api.convert.edit_names import NameChanges, parse_rename
-    from ckpt_tool.errors import UsageError
 
     sink = output(json=json, quiet=quiet)
-    if repair not in (None, "copy", "drop"):
-        raise UsageError(f"--repair {repair} is not known", hint="one of: copy drop")
     changes = NameChanges(
         [parse_rename(text) for text in rename or ()], strip_prefix or (), strip_wrappers, drop or (), drop_optimizer
     )
@@ -113,9 +132,9 @@ def edit(
         changes=changes,
         fix_index=fix_index,
         metadata=dict(_setting(text) for text in set_metadata or ()),
-        repair=repair,
+        repair=None if repair is None else repair.value,
         adapter=adapter,
-        link=link,
+        link=link.value,
         in_place=in_place,
         overwrite=overwrite,
         durable=not no_fsync,

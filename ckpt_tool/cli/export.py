@@ -36,6 +36,11 @@ from ckpt_tool.cli.options import (
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
 
+EXAMPLES = (
+    "ckpt export run/step-500 weights --dtype bf16 --max-shard-size 5GB",
+    "ckpt export run/step-500 weights.safetensors",
+)
+
 
 def export(
     source: Source,

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
     from ckpt_tool.api.formats.table import Proof
 
+EXAMPLES = (
+    "ckpt formats",
+    "ckpt formats --json",
+)
+
 
 def formats(*, json: Json = False, quiet: Quiet = False) -> None:
     """List what is read and written, and what proves it.

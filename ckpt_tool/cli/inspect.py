@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from ckpt_tool.api.checkpoint import Checkpoint
     from ckpt_tool.api.inspect import Inspection
 
+EXAMPLES = (
+    "ckpt inspect run/step-500",
+    "ckpt inspect run/step-500 --section model --flat --sort size",
+    "ckpt inspect s3://bucket/run/step-500 --map model.norm.weight",
+)
+
 _LINES_BY_DEFAULT = 200
 
 

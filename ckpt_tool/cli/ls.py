@@ -13,6 +13,11 @@ from ckpt_tool.cli.output import output, write_lines
 from ckpt_tool.cli.text import Span, line
 from ckpt_tool.sizes import counted, parse_bytes
 
+EXAMPLES = (
+    "ckpt ls run",
+    "ckpt ls s3://bucket/run --latest",
+)
+
 _NONE_COMPLETE = 1
 
 

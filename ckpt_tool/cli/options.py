@@ -160,7 +160,10 @@ Include = Annotated[
 Exclude = Annotated[
     list[str] | None,
     typer.Option(
-        "--exclude", metavar="GLOB", help="Leave out what fits, in copies objects too. Repeatable.", show_default=False
+        "--exclude",
+        metavar="GLOB",
+        help="Leave out tensors that fit; what is written also lacks such objects. Repeatable.",
+        show_default=False,
     ),
 ]
 Dtype = Annotated[
@@ -205,7 +208,7 @@ MeshText = Annotated[
     typer.Option(
         "--mesh",
         metavar="AXES",
-        help="Instead of the four: axes in rank order, slowest first, as in pp=2,dp=4,tp=2.",
+        help="Instead of --tp, --pp, --dp, --ep and --etp: axes in rank order, slowest first, as in pp=2,dp=4,tp=2.",
         show_default=False,
     ),
 ]
@@ -285,7 +288,7 @@ Arguments = Annotated[
     typer.Option(
         "--arg",
         metavar="NAME=VALUE",
-        help="An argument of the Megatron run that is to load DST, as in make_vocab_size_divisible_by=64. Repeatable.",
+        help="An argument of the Megatron run that is to load the result: make_vocab_size_divisible_by=64. Repeatable.",
         show_default=False,
     ),
 ]
@@ -295,7 +298,7 @@ McoreVersion = Annotated[
     typer.Option(
         "--mcore-version",
         metavar="VERSION",
-        help="megatron-dist: the megatron-core that is to load DST, as in 0.12; by default the newest known (0.19).",
+        help="megatron-dist: the megatron-core that is to load the result, as in 0.12; by default the newest (0.19).",
         show_default=False,
     ),
 ]
@@ -358,7 +361,7 @@ Digest = Annotated[
 ]
 DigestFile = Annotated[
     str | None,
-    typer.Option("--write-manifest", metavar="FILE", help="Where to record it instead.", show_default=False),
+    typer.Option("--write-manifest", metavar="FILE", help="Record that in FILE instead.", show_default=False),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (errors too, on stderr).")]

@@ -7,6 +7,11 @@ from typing import Any
 
 from ckpt_tool.cli.reshard import reshard
 
+EXAMPLES = (
+    "ckpt plan run/step-500 --tp 4 --pp 2",
+    "ckpt plan run/step-500 --tp 4 --plan-json plan.jsonl",
+)
+
 _NOWHERE = "memory://plan"
 _OF_WRITING = frozenset(
     {
@@ -18,6 +23,8 @@ _OF_WRITING = frozenset(
 
 def plan(**options: Any) -> None:
     """Show what a reshard would read and write.
+
+    Takes the options of ckpt reshard that say what the target is to be; no target is named, and nothing is written.
 
     With --json: {"schema": 1, source_format, target_format, mesh, fingerprint, bytes, requests, peak_memory_bytes,
     casts, dropped, notes}. Every byte range is in the file of --plan-json.

@@ -58,6 +58,12 @@ from ckpt_tool.cli.options import (
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
 
+EXAMPLES = (
+    "ckpt reshard run/step-500 tp4-pp2-dp2 --tp 4 --pp 2 --dp 2",
+    "ckpt reshard run/step-500 tp4 --tp 4 --dry-run",
+    "ckpt reshard hf-model mcore --to megatron-dist --tp 4",
+)
+
 
 def reshard(
     source: Source,

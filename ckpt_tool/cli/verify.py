@@ -16,6 +16,13 @@ from ckpt_tool.sizes import counted, parse_bytes
 if TYPE_CHECKING:
     from ckpt_tool.checks.report import VerifyReport
 
+EXAMPLES = (
+    "ckpt verify run/step-500 --full",
+    "ckpt verify run/step-500 --write-manifest step-500.json",
+    "ckpt verify copy/of/step-500 --manifest step-500.json",
+    "ckpt verify run/step-500 --salvage saved --like run/step-400",
+)
+
 _PROBLEMS_FOUND = 1
 
 Record = Annotated[

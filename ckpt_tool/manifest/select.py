@@ -70,12 +70,9 @@ def select(
             hint="inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one",
         )
     if not keep.any() and (include or exclude or sections):
-        raise NotFound(
-            f"none of {counted(len(tensors), 'tensor')} is left: include {list(include)}, exclude {list(exclude)}, "
-            "sections "
-            f"{list(sections)}",
-            where=manifest.root or None,
-        )
+        asked = (("include", include), ("exclude", exclude), ("section", sections))
+        said = "; ".join(f"{name} {', '.join(words)}" for name, words in asked if words)
+        raise NotFound(f"none of {counted(len(tensors), 'tensor')} is left: {said}", where=manifest.root or None)
     return np.flatnonzero(keep).astype(np.int64)
 
 
@@ -86,7 +83,7 @@ def _any_of(patterns: Sequence[str], tensors: TensorTable, root: str) -> np.ndar
         names = [dtype.name for dtype in tensors.dtypes] if of_types else tensors.fqns
         hits = _of_types(pattern.removeprefix(OF_TYPES), names) if of_types else matching(pattern, names)
         if not hits:
-            hint = 'names have dots, and "*" crosses them'
+            hint = f'list the names with "ckpt inspect {root or "SRC"} --flat"'
             if of_types:
                 hint = "its types: " + " ".join(sorted(set(names)))
             elif near := _near(pattern, names):

@@ -16,7 +16,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str | None:
     >>> did_you_mean("step_10", ["step_100", "logs"])
     'did you mean step_100?'
     """
-    known = sorted(names)
+    known = sorted(names, key=lambda each: (each.startswith("."), each))  # a hidden file is seldom meant
     if not known:
         return None
     near = difflib.get_close_matches(name, known, n=MAX_NAMES, cutoff=0.6)

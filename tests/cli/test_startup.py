@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import importlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 from ckpt_tool.cli.app import COMMANDS, app, main
 from tests.test_docs import command_helps
@@ -60,8 +64,21 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--json" in printed
     assert "--quiet" in printed
     assert "With --json:" in printed
+    assert "\n  Examples:\n    ckpt " in printed
     first_line = printed.split("\n\n")[1].strip()
     assert "..." not in first_line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_what_the_command_takes(name: str) -> None:
+    """Each example is a call that the parser accepts, and fits a line of help."""
+    group: Any = typer.main.get_command(app)
+    with group.make_context("ckpt", [], resilient_parsing=True) as context:
+        command = group.get_command(context, name)
+    for example in importlib.import_module(f"ckpt_tool.cli.{name}").EXAMPLES:
+        program, called, *words = shlex.split(example)
+        assert (program, called, len(example) <= 76) == ("ckpt", name, True)
+        command.make_context(name, words)
 
 
 def test_short_helps_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
