@@ -204,7 +204,7 @@ class PartTarget:
             StorageError: parts are missing.
         """
         file = self._files[path]
-        if receipt is not None and not file.is_joined:
+        if not file.is_joined:
             file.take_receipt(receipt)
 
     def free_bytes(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +11,10 @@ import pytest
 
 from ckpt_tool.engine import remote_team
 from ckpt_tool.engine.around import files_of, owners_of
-from ckpt_tool.engine.base import EngineOptions, RunReport
+from ckpt_tool.engine.base import RunReport
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.engine.run_share import units_of_files
 from ckpt_tool.engine.team import Share
-from ckpt_tool.engine.worker import Worker
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.geometry.box import Box
@@ -26,11 +25,10 @@ from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.target import open_target
-from tests.engine.test_team import together
+from tests.engine.teams import MISFITS, OPTIONS, check_misfit, check_reports, lose, together
 from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server
 from tests.synthetic import Synthetic, layout_of, limits, make_source, make_target
 
-OPTIONS = EngineOptions(1 << 20, 1, durable=True)
 PART = 500
 
 
@@ -78,12 +76,13 @@ def content(bucket: Bucket, name: str) -> dict[str, bytes]:
     return {key.partition("/")[2]: data for key, data in bucket.objects.items() if key.startswith(f"{name}/")}
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_the_bytes_are_those_of_one(bucket: Bucket, count: int) -> None:
-    """However many share the work, the objects are the same, and nothing of theirs is left."""
+@pytest.mark.parametrize(("count", "part"), [(2, PART), (3, 100 * PART), (7, PART)])
+def test_the_bytes_are_those_of_one(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, count: int, part: int) -> None:
+    """However many share the work, in parts or whole files, the objects are the same, and nothing else is left."""
+    monkeypatch.setattr(place, "PART_LIMITS", PartLimits(part, part, 100))
     run("alone", None)
     reports = together([partial(run, "shared", Share(i, count, "r")) for i in range(count)])
-    assert all(isinstance(report, RunReport) for report in reports), reports
+    check_reports(reports)
     assert content(bucket, "shared") == content(bucket, "alone")
     assert bucket.uploads == {}
 
@@ -102,24 +101,14 @@ def test_each_file_is_one_process_s_and_no_unit_is_of_two() -> None:
         assert set(paths[plan.writes.file[np.isin(unit_of_write, part)]]) <= own
 
 
-def lose(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
-    """Make the process that gets to this unit fail there."""
-    run_unit = Worker.run_unit
-
-    def failing(self: Worker, unit: int, progress: Callable[[int], None]) -> object:
-        if unit == lost:
-            raise StorageError("lost power")
-        return run_unit(self, unit, progress)
-
-    monkeypatch.setattr(Worker, "run_unit", failing)
-
-
-@pytest.mark.parametrize("dies", ["with a word", "silently"])
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("who", "dies", "part"), [(0, "silently", PART), (2, "with a word", 100 * PART), (2, "silently", PART)]
+)
 def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, who: int, dies: str
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, who: int, dies: str, part: int
 ) -> None:
     """Whoever is lost, the others stop, and as many processes go on with what was sent."""
+    monkeypatch.setattr(place, "PART_LIMITS", PartLimits(part, part, 100))
     monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 60.0)
     run("alone", None)
     _, plan, layout = work(3)
@@ -136,12 +125,11 @@ def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
             )
         results = together([partial(run, "shared", Share(i, 3, "first")) for i in range(3)])
     assert isinstance(results[0], StorageError)
-    assert content(bucket, "shared").keys().isdisjoint(layout.manifest.files.paths)
+    left = content(bucket, "shared")
+    assert "CKPT_UNFINISHED" in left
+    assert part > PART or left.keys().isdisjoint(layout.manifest.files.paths)
     reports = together([partial(run, "shared", Share(i, 3, "second"), resume=True) for i in range(3)])
-    assert all(isinstance(report, RunReport) for report in reports), reports
-    if who:  # the first one's share was done, and maybe another's
-        assert isinstance(reports[0], RunReport)
-        assert reports[0].resumed_nbytes > 0
+    check_reports(reports, has_resumed=bool(who))  # the first one's share was done, and maybe another's
     assert content(bucket, "shared") == content(bucket, "alone")
     assert bucket.uploads == {}
 
@@ -156,23 +144,17 @@ def test_what_an_earlier_run_left_invites_nobody(bucket: Bucket, monkeypatch: py
         run("shared", Share(1, 2))
     monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 20.0)
     results = together([partial(run, "shared", Share(i, 2), resume=True) for i in (1, 0)])
-    assert all(isinstance(result, RunReport) for result in results), results
+    check_reports(results)
 
 
-@pytest.mark.parametrize(
-    ("share", "unit", "message"),
-    [(Share(1, 3), 64, "told of 2 processes, this one of 3"), (Share(1, 2), 4096, "another plan than the first")],
-)
+@pytest.mark.parametrize(("share", "unit", "message"), MISFITS)
 def test_who_does_not_fit_is_told(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, share: Share, unit: int, message: str
 ) -> None:
     """Processes that were started differently do not work on one target."""
     monkeypatch.setattr(remote_team, "_START_TIMEOUT_S", 60.0)
-    first, second = together([partial(run, "shared", Share(0, 2)), partial(run, "shared", share, unit=unit)])
-    assert isinstance(first, UsageError)
-    assert "process 2 of 2 was started in another way" in str(first)
-    assert isinstance(second, UsageError)
-    assert message in str(second)
+    results = together([partial(run, "shared", Share(0, 2)), partial(run, "shared", share, unit=unit)])
+    check_misfit(results, message)
     assert content(bucket, "shared").keys() <= {path for path in content(bucket, "shared") if path.startswith("CKPT_")}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,21 +10,19 @@ import numpy as np
 import pytest
 
 from ckpt_tool.engine import team
-from ckpt_tool.engine.base import EngineOptions, RunReport
+from ckpt_tool.engine.base import RunReport
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.engine.run_share import units_of
 from ckpt_tool.engine.team import Share
-from ckpt_tool.engine.worker import Worker
-from ckpt_tool.errors import CkptError, StorageError, UsageError
+from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.storage.local_target import LocalTarget
 from ckpt_tool.storage.recording import MemoryStore
+from tests.engine.teams import MISFITS, OPTIONS, check_misfit, check_reports, lose, together
 from tests.synthetic import Synthetic, layout_of, limits, make_source, make_target
-
-OPTIONS = EngineOptions(1 << 20, 1, durable=True)
 
 
 def work(unit: int = 64) -> tuple[Synthetic, Plan, LayOut]:
@@ -50,24 +46,6 @@ def run(
     return report
 
 
-def together(parts: Sequence[Callable[[], RunReport]]) -> list[RunReport | CkptError]:
-    """What each part returned or raised, all of them at once."""
-    found: list[RunReport | CkptError | None] = [None] * len(parts)
-
-    def one(number: int) -> None:
-        try:
-            found[number] = parts[number]()
-        except CkptError as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [result for result in found if result is not None]
-
-
 def content(folder: Path) -> dict[str, bytes]:
     """Every file's bytes."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -79,7 +57,7 @@ def test_the_bytes_are_those_of_one(tmp_path: Path, count: int) -> None:
     run(tmp_path / "alone", None)
     parts = [partial(run, tmp_path / "shared", Share(i, count, "r")) for i in range(count)]
     reports = together(parts)
-    assert all(isinstance(report, RunReport) for report in reports), reports
+    check_reports(reports)
     assert content(tmp_path / "shared") == content(tmp_path / "alone")
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
 
@@ -90,18 +68,6 @@ def test_shares_are_even_and_leave_nothing_out() -> None:
     parts = [units_of(plan, Share(index, 5), {}) for index in range(5)]
     assert list(chain.from_iterable(parts)) == list(range(plan.tiles.n_units))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def lose(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
-    """Make the process that gets to this unit fail there."""
-    run_unit = Worker.run_unit
-
-    def failing(self: Worker, unit: int, progress: Callable[[int], None]) -> object:
-        if unit == lost:
-            raise StorageError("lost power")
-        return run_unit(self, unit, progress)
-
-    monkeypatch.setattr(Worker, "run_unit", failing)
 
 
 @pytest.mark.parametrize("again", [1, 2, 3])
@@ -121,10 +87,7 @@ def test_a_lost_process_commits_nothing_and_resume_ends_the_same(
     assert not (tmp_path / "shared").exists()
     shares = [None] if again == 1 else [Share(i, again, "second") for i in range(again)]
     reports = together([partial(run, tmp_path / "shared", share, resume=True) for share in shares])
-    assert all(isinstance(report, RunReport) for report in reports), reports
-    if who:  # the first one's share was done, and maybe another's
-        assert isinstance(reports[0], RunReport)
-        assert reports[0].resumed_nbytes > 0
+    check_reports(reports, has_resumed=bool(who))  # the first one's share was done, and maybe another's
     assert content(tmp_path / "shared") == content(tmp_path / "alone")
 
 
@@ -138,22 +101,16 @@ def test_what_an_earlier_run_left_invites_nobody(tmp_path: Path, monkeypatch: py
         run(tmp_path / "shared", Share(1, 2))
     monkeypatch.setattr(team, "_START_TIMEOUT_S", 20.0)
     results = together([partial(run, tmp_path / "shared", Share(i, 2), resume=True) for i in (1, 0)])
-    assert all(isinstance(result, RunReport) for result in results), results
+    check_reports(results)
 
 
-@pytest.mark.parametrize(
-    ("share", "unit", "message"),
-    [(Share(1, 3), 64, "told of 2 processes, this one of 3"), (Share(1, 2), 4096, "another plan than the first")],
-)
+@pytest.mark.parametrize(("share", "unit", "message"), MISFITS)
 def test_who_does_not_fit_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: Share, unit: int, message: str
 ) -> None:
     """Processes that were started differently do not work on one folder."""
     monkeypatch.setattr(team, "_START_TIMEOUT_S", 60.0)
-    first, second = together(
+    results = together(
         [lambda: run(tmp_path / "shared", Share(0, 2)), lambda: run(tmp_path / "shared", share, unit=unit)]
     )
-    assert isinstance(first, UsageError)
-    assert "process 2 of 2 was started in another way" in str(first)
-    assert isinstance(second, UsageError)
-    assert message in str(second)
+    check_misfit(results, message)
