@@ -35,18 +35,17 @@ class Excerpt:
     """Global shape of the tensor."""
     array: npt.NDArray[Any]
 
+    def described(self) -> dict[str, Any]:
+        """`to_json` without the values."""
+        shape = list(self.array.shape)
+        return {"schema": "ckpt-tool/cat/1", "fqn": self.fqn, "dtype": self.dtype, "shape": shape}
+
     def to_json(self) -> dict[str, Any]:
-        """Schema 1: ``{schema, fqn, dtype, shape, values}``; values nest like the array, raw bytes as hex text.
+        """Schema ``ckpt-tool/cat/1``: ``schema fqn dtype shape values``; values nest like the array, raw bytes are hex.
 
         NaN and infinities, which JSON cannot say, are the texts ``nan``, ``inf`` and ``-inf``.
         """
-        return {
-            "schema": 1,
-            "fqn": self.fqn,
-            "dtype": self.dtype,
-            "shape": list(self.array.shape),
-            "values": _listed(self.array),
-        }
+        return {**self.described(), "values": _listed(self.array)}
 
 
 def cat(

@@ -235,7 +235,7 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """The inspection as a JSON-able document: a manifest (``manifest.codec``) with more keys.
 
-        Schema ``ckpt-manifest/1``, and besides ``format root mesh info notes tensors files blobs chunks?``::
+        Schema ``ckpt-tool/manifest/1``, and besides ``format root mesh info notes tensors files blobs chunks?``::
 
             url            where it was opened
             step           number or null

@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 30
-_MARK, _WHAT = b'"ckpt-tool/', "list of digests"
 
 
 def manifest_beside(url: str | os.PathLike[str]) -> str:
@@ -42,21 +41,22 @@ def write_manifest(table: DigestTable, url: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    write_text(table.to_text(), os.fspath(url))
+    write_text(table.to_text(), os.fspath(url), schema=SCHEMA, what="list of digests")
 
 
-def write_text(text: str, url: str) -> None:
-    """Write a small file at a path or URL, whole or not at all.
+def write_text(text: str, url: str, *, schema: str, what: str) -> None:
+    """Write a small document of a schema at a path or URL, whole or not at all.
 
     Raises:
         StorageError: it cannot be written.
-        UsageError: a file of that name is here, and it is none that this tool wrote.
+        UsageError: a file of that name is here, and it is no such document.
     """
+    mark = f'"{schema.rpartition("/")[0]}/'.encode()
     if not is_local(url):
-        put_side_file(url, text.encode(), mark=_MARK, what=_WHAT)
+        put_side_file(url, text.encode(), mark=mark, what=what)
         return
     target = Path(local_path(url))
-    check_replaceable(target, _MARK, _WHAT)
+    check_replaceable(target, mark, what)
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -6,7 +6,6 @@ from typing import Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.manifest.codec import SCHEMA
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
 
@@ -40,9 +39,12 @@ class ShardMap:
     """Chunks without elements."""
 
     def to_json(self) -> dict[str, Any]:
-        """Chunks are listed as by ``manifest.codec``; an offset is null while it is not resolved."""
+        """Schema ``ckpt-tool/map/1``: ``schema fqn dtype shape nbytes``, ``chunks[]`` as ``manifest.codec`` lists them.
+
+        An offset is null while it is not resolved.
+        """
         return {
-            "schema": SCHEMA,
+            "schema": "ckpt-tool/map/1",
             "fqn": self.fqn,
             "dtype": self.dtype,
             "shape": list(self.shape),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tool.cli.failures import interruptions, reported
 from ckpt_tool.cli.traffic import traffic_shown
@@ -28,6 +29,23 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 COMMANDS = ("inspect", "ls", "verify", "diff", "reshard", "export", "edit", "cat", "plan", "clean", "formats")
 """In the order in which help lists them: the function ``inspect`` of the module ``ckpt_tool.cli.inspect`` ..."""
+
+
+_NEGATIVE = re.compile(r"-\d")
+
+
+class Command(TyperCommand):
+    """A command. No option begins with a digit, so that a negative number is an argument."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, negative numbers taken as arguments where no option takes them."""
+        valued = {name for each in self.params if not getattr(each, "is_flag", False) for name in each.opts}
+        numbers = [at for at, text in enumerate(args) if _NEGATIVE.match(text) and not (at and args[at - 1] in valued)]
+        if numbers and "--" not in args:
+            others = [text for at, text in enumerate(args) if at not in numbers]
+            args = [*others, "--", *(args[at] for at in numbers)]
+        found: list[str] = super().parse_args(ctx, args)
+        return found
 
 
 class Commands(TyperGroup):
@@ -54,7 +72,7 @@ class Commands(TyperGroup):
         module = importlib.import_module(f"{__package__}.{cmd_name}")
         alone = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
         examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
-        alone.command(cmd_name, epilog=f"\b\nExamples:\n{examples}")(getattr(module, cmd_name))
+        alone.command(cmd_name, cls=Command, epilog=f"\b\nExamples:\n{examples}")(getattr(module, cmd_name))
         return typer.main.get_command(alone)
 
     def invoke(self, ctx: Any) -> Any:
@@ -82,7 +100,10 @@ app = typer.Typer(
     epilog="""ckpt COMMAND --help shows a command's options and examples; ckpt inspect SRC is a good begin.
 
     Exit status: 0 fine, 1 problems found, 2 usage, 3 bad checkpoint or layout, 4 storage. NO_COLOR=1 prints without
-    colour, CKPT_DEBUG=1 shows the traceback of an error.""",
+    colour, CKPT_DEBUG=1 shows the traceback of an error.
+
+    What --json prints says its schema, "ckpt-tool/NAME/1", as the help of a command tells it; later versions only add
+    keys. Errors are {"schema": "ckpt-tool/error/1", "error": {kind, message, where, hint, exit_code}} on stderr.""",
 )
 
 

@@ -39,7 +39,8 @@ def cat(
 
     Only the bytes of the slice are read.
 
-    With --json: {"schema": 1, fqn, dtype, shape, values}, values nested; NaN and infinities are text.
+    With --json: schema "ckpt-tool/cat/1": fqn, dtype, shape, values (nested; NaN and infinities are text), with --out
+    file and note in their place.
     """
     from ckpt_tool.api.cat import cat as read_excerpt
     from ckpt_tool.api.cat import save_npy
@@ -55,7 +56,7 @@ def cat(
         sink.talk([line("wrote ", Span(out, "green"), f"  {excerpt.dtype} {shape}")])
         if note:
             sink.talk([line(Span("note: ", "yellow"), note)])
-        sink.json({"schema": 1, "fqn": excerpt.fqn, "dtype": excerpt.dtype, "shape": shape, "file": out, "note": note})
+        sink.json({**excerpt.described(), "file": out, "note": note})
         return
     sink.show(flat(fitted([title], "lll", sink.width)))
     sink.show(line(row) for row in array_text(excerpt.array, width=sink.width))

@@ -85,9 +85,10 @@ def diff(
     Exit status 0 when all is the same, 1 when anything differs.
 
     With --json: schema "ckpt-tool/diff/1": same, quick, seconds, compared_nbytes, a and b {url, format, tensors,
-    nbytes, ignored}, counts by status, ignored, notes, groups [{status, reason, count}], tensors [{fqn, fqn_b, status,
-    dtype_a, dtype_b, shape_a, shape_b, accepted, reason, compared, differing, nan_payload, non_finite, signed_zero,
-    max_abs, max_rel, max_ulp, first {index, a, b}, bounds}], objects [{fqn, status, a, b}]; same tensors with --all.
+    nbytes, ignored}, counts by status, ignored, notes, hint, groups [{status, reason, count}], tensors [{fqn, fqn_b,
+    status, dtype_a, dtype_b, shape_a, shape_b, accepted, reason, compared, differing, nan_payload, non_finite,
+    signed_zero, max_abs, max_rel, max_ulp, first {index, a, b}, bounds}], objects [{fqn, status, a, b}];
+    same tensors with --all.
     """
     from ckpt_tool.api.trust.diff import diff as compare
     from ckpt_tool.cli.progress import progress_bar

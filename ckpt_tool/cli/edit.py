@@ -116,8 +116,8 @@ def edit(
     checkpoint of whole tensors in safetensors, of DCP, or a torch.save file, which is written anew. Two names that
     would become one are refused.
 
-    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, renamed [[old, new]], dropped [{fqn,
-    why}], taken_over {linked_nbytes, cloned_nbytes, copied_nbytes, new_nbytes}, notes}.
+    With --json: schema "ckpt-tool/edit/1": target_url, format, n_tensors, n_files, nbytes, renamed [[old, new]],
+    dropped [{fqn, why}], taken_over {linked_nbytes, cloned_nbytes, copied_nbytes, new_nbytes}, notes.
     """
     from ckpt_tool.api.convert.edit import edit as run
     from ckpt_tool.api.convert.edit_names import NameChanges, parse_rename

@@ -105,8 +105,9 @@ def export(
 
     A manifest of digests is written beside DST: it proves any other copy equal, whatever its format and layout.
 
-    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
-    with --dry-run too: the plan's bytes, requests, memory, casts, dropped, notes.
+    With --json: schema "ckpt-tool/conversion/1": target_url, format, n_tensors, n_files, nbytes, report, dropped,
+    notes, manifest_url. With --dry-run too: schema "ckpt-tool/plan/1": the plan's bytes, requests, memory, casts,
+    dropped, notes.
     """
     from ckpt_tool.api.arguments import parse_facts
     from ckpt_tool.api.convert.export import prepare_export

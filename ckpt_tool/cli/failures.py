@@ -5,7 +5,8 @@
     error: run/step-500: an empty folder, no checkpoint
     hint: give one of the folders in "run"
 
-With ``--json`` it is ``{"error": {"kind", "message", "where", "hint", "exit_code"}}`` on stderr; stdout stays empty.
+With ``--json`` it is ``{"schema": "ckpt-tool/error/1", "error": {"kind", "message", "where", "hint", "exit_code"}}`` on
+stderr; stdout stays empty.
 Status: 0 fine, 1 verify found problems, 2 usage, 3 bad checkpoint or layout, 4 storage, 130 interrupted, 141 the reader
 of the output went away. Only errors that are raised on purpose are shown like this: everything else is a bug, and keeps
 its traceback; ``CKPT_DEBUG=1`` shows that of the others too. Knows exceptions; knows nothing of checkpoints.
@@ -43,7 +44,8 @@ def failure(error: CkptError) -> dict[str, Any]:
 
 
 def _record(kind: str, message: str, code: int, *, where: str | None = None, hint: str | None = None) -> dict[str, Any]:
-    return {"error": {"kind": kind, "message": message, "where": where, "hint": hint, "exit_code": code}}
+    found = {"kind": kind, "message": message, "where": where, "hint": hint, "exit_code": code}
+    return {"schema": "ckpt-tool/error/1", "error": found}
 
 
 @contextmanager

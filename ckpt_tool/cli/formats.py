@@ -22,8 +22,8 @@ EXAMPLES = (
 def formats(*, json: Json = False, quiet: Quiet = False) -> None:
     """List what is read and written, and what proves it.
 
-    With --json: {"schema": 1, "formats": [{name, reads, writes, what, proofs: [{direction, program, what,
-    evidence}], recognised}]}.
+    With --json: schema "ckpt-tool/formats/1": formats [{name, reads, writes, what, proofs [{direction, program, what,
+    evidence}], recognised}].
     """
     from ckpt_tool.api.formats.table import format_rows
 
@@ -43,7 +43,7 @@ def formats(*, json: Json = False, quiet: Quiet = False) -> None:
         for direction in ("reads", "writes for"):
             text = _programs([proof for proof in row.proofs if proof.direction == direction])
             sink.show(wrap(text, sink.width, line("  ", Span(f"{direction} ", "dim")), "    ") if text else [])
-    sink.json({"schema": 1, "formats": [row.to_json() for row in rows]})
+    sink.json({"schema": "ckpt-tool/formats/1", "formats": [row.to_json() for row in rows]})
     sink.values(row.name for row in rows)
 
 

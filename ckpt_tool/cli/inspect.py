@@ -78,9 +78,10 @@ def inspect(
 
     Reads metadata only, never a tensor, and executes nothing.
 
-    With --json: schema "ckpt-manifest/1": format, root, mesh, info, notes, tensors [{fqn, dtype, shape, nbytes,
+    With --json: schema "ckpt-tool/manifest/1": format, root, mesh, info, notes, tensors [{fqn, dtype, shape, nbytes,
     section, chunks}], files, blobs, with --shards chunks [{fqn, offsets, sizes, file, offset, length, rank}]; besides
-    url, step, world_size, nbytes, stored_nbytes, totals, by_file, by_rank.
+    url, step, world_size, nbytes, stored_nbytes, totals, by_file, by_rank. With --map: schema "ckpt-tool/map/1": fqn,
+    dtype, shape, nbytes, chunks.
     """
     from ckpt_tool.api.checkpoint import open_checkpoint
     from ckpt_tool.api.inspect import inspect as look

@@ -46,9 +46,9 @@ def terminal_width() -> int:
 def document(value: Mapping[str, Any]) -> Iterator[str]:
     """``value`` as JSON text in pieces: a line for each key, and for each element of a list of objects.
 
-    >>> print("".join(document({"schema": 1, "rows": [{"a": 1}, {"a": 2}]})))
+    >>> print("".join(document({"format": "npz", "rows": [{"a": 1}, {"a": 2}]})))
     {
-      "schema": 1,
+      "format": "npz",
       "rows": [
         {"a": 1},
         {"a": 2}

@@ -26,8 +26,10 @@ def plan(**options: Any) -> None:
 
     Takes the options of ckpt reshard that say what the target is to be; no target is named, and nothing is written.
 
-    With --json: {"schema": 1, source_format, target_format, mesh, fingerprint, bytes, requests, peak_memory_bytes,
-    casts, dropped, notes}. Every byte range is in the file of --plan-json.
+    With --json: schema "ckpt-tool/plan/1": source, source_format, target_format, mesh, fingerprint, read_nbytes,
+    n_reads, written_nbytes, n_writes, peak_memory_bytes, casts, dropped, notes. Every byte range is in the file of
+    --plan-json: schema "ckpt-tool/tiles/1": fingerprint, source, target, stats, casts, tiles [{fqn, offsets, sizes,
+    unit, reads, writes}].
     """
     reshard(target=_NOWHERE, dry_run=True, **options)
 

@@ -125,8 +125,9 @@ def reshard(
 
     A manifest of digests is written beside DST: it proves any other copy equal, whatever its format and layout.
 
-    With --json: {"schema": 1, target_url, format, n_tensors, n_files, nbytes, report, dropped, notes, manifest_url};
-    with --dry-run too: the plan's bytes, requests, memory, mesh, casts, dropped, notes.
+    With --json: schema "ckpt-tool/conversion/1": target_url, format, n_tensors, n_files, nbytes, report, dropped,
+    notes, manifest_url. With --dry-run too: schema "ckpt-tool/plan/1": the plan's bytes, requests, memory, mesh, casts,
+    dropped, notes.
     """
     from ckpt_tool.api.arguments import parse_arguments, parse_facts
     from ckpt_tool.api.convert.reshard import prepare_reshard

@@ -117,7 +117,8 @@ def verify(
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,
     groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}],
     unproven_files [without any recorded checksum].
-    With --plan-fetch: {"schema": 1, fetch [{file, offset, length}]}, length null for the rest, both for the whole file.
+    With --plan-fetch: schema "ckpt-tool/fetch/1": fetch [{file, offset, length}], length null for the rest, both
+    for the whole file.
     With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown,
     borrowed.
     """
@@ -204,7 +205,7 @@ def _show_fetch(sink: Output, report: VerifyReport) -> None:
     sink.values(texts)
     sink.json(
         {
-            "schema": 1,
+            "schema": "ckpt-tool/fetch/1",
             "fetch": [
                 {
                     "file": each.path,

@@ -1,8 +1,8 @@
 """A manifest as JSON and back.
 
-Schema ``ckpt-manifest/1``; keys marked ? are absent where they would say nothing new::
+Schema ``ckpt-tool/manifest/1``; keys marked ? are absent where they would say nothing new::
 
-    schema      "ckpt-manifest/1"
+    schema      "ckpt-tool/manifest/1"
     format      name of the reader
     root        URL that file paths are relative to
     mesh        null or {"axes": [..], "sizes": [..], "evidence": text}
@@ -35,7 +35,7 @@ from ckpt_tool.manifest.tables import SECTIONS, ChunkTable, FileTable, TensorTab
 
 __all__ = ["SCHEMA", "from_json", "to_json", "without_chunks"]
 
-SCHEMA = "ckpt-manifest/1"
+SCHEMA = "ckpt-tool/manifest/1"
 _DTYPE_FIELDS = ("safetensors", "storage", "numpy")
 
 

@@ -10,15 +10,15 @@ from ckpt_tool.plan.model import Pieces, Plan
 
 __all__ = ["PLAN_SCHEMA", "plan_json"]
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = "ckpt-tool/tiles/1"
 
 
 def plan_json(plan: Plan) -> Iterator[str]:
     """Lines of one JSON document, one tile per line, in the order of execution.
 
-    Schema 1: ``schema``, ``fingerprint``, ``source``, ``target`` (URLs), ``stats``, ``casts``, and ``tiles``: ``fqn``,
-    ``offsets`` and ``sizes`` (elements, global), ``unit``, ``reads`` and ``writes`` as ``[file, offset, length]`` in
-    bytes; a read that is not contiguous gives its span.
+    Schema ``ckpt-tool/tiles/1``: ``schema``, ``fingerprint``, ``source``, ``target`` (URLs), ``stats``, ``casts``, and
+    ``tiles``: ``fqn``, ``offsets`` and ``sizes`` (elements, global), ``unit``, ``reads`` and ``writes`` as ``[file,
+    offset, length]`` in bytes; a read that is not contiguous gives its span.
     """
     head = {
         "schema": PLAN_SCHEMA,

@@ -73,7 +73,11 @@ def test_export_json(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     """The document of a run names the target and counts what is in it."""
     document = json.loads(ckpt(capsys, "export", source, tmp_path / "out", "--json"))
     assert set(document) >= RESULT_KEYS
-    assert (document["schema"], document["n_tensors"], document["target_url"]) == (1, 3, str(tmp_path / "out"))
+    assert (document["schema"], document["n_tensors"], document["target_url"]) == (
+        "ckpt-tool/conversion/1",
+        3,
+        str(tmp_path / "out"),
+    )
 
 
 def test_export_quiet(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +128,10 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     """``--plan-json -`` prints the plan alone, and only when nothing else is printed."""
-    assert json.loads(ckpt(capsys, "plan", FSDP, "--dp", "2", "--quiet", "--plan-json", "-"))["schema"] == 1
+    assert (
+        json.loads(ckpt(capsys, "plan", FSDP, "--dp", "2", "--quiet", "--plan-json", "-"))["schema"]
+        == "ckpt-tool/tiles/1"
+    )
     assert main(["plan", str(FSDP), "--dp", "2", "--plan-json", "-"]) == 2
 
 
@@ -172,7 +179,8 @@ def test_cat_json(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The document has the values, nested."""
     document = json.loads(ckpt(capsys, "cat", source, "layers.0.w[1]", "--json"))
     assert document == {
-        "schema": 1, "fqn": "layers.0.w", "dtype": "float32", "shape": [4], "values": [4.0, 5.0, 6.0, 7.0],
+        "schema": "ckpt-tool/cat/1", "fqn": "layers.0.w", "dtype": "float32", "shape": [4],
+        "values": [4.0, 5.0, 6.0, 7.0],
     }  # fmt: skip
 
 

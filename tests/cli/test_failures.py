@@ -50,8 +50,23 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr()
     assert printed.out == ""
     assert json.loads(printed.err) == {
-        "error": {"kind": "not-found", "message": "nothing", "where": "run", "hint": None, "exit_code": 3}
+        "schema": "ckpt-tool/error/1",
+        "error": {"kind": "not-found", "message": "nothing", "where": "run", "hint": None, "exit_code": 3},
     }
+
+
+def test_a_negative_number_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option begins with a digit; where an option takes a number, it gets it."""
+    asked: list[tuple[object, ...]] = []
+
+    def record(*args: object, **_: object) -> None:
+        asked.append(args)
+        raise errors.NotFound("nothing")
+
+    monkeypatch.setattr("ckpt_tool.api.cat.cat", record)
+    assert main(["cat", "A", "-1", "--json"]) == 3
+    assert main(["cat", "A", "--memory", "-1", "w"]) == 2
+    assert asked == [("A", "-1")]
 
 
 def test_debug_shows_where_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
 def test_json_schema(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The document of any format has the documented keys and types."""
     document = json.loads(ckpt(capsys, "inspect", FIXTURES / name / "ckpt", "--json", "--shards"))
-    assert document["schema"] == "ckpt-manifest/1"
+    assert document["schema"] == "ckpt-tool/manifest/1"
     assert {"format", "root", "mesh", "info", "notes", "url", "step", "world_size", "nbytes", "stored_nbytes"} <= set(
         document
     )

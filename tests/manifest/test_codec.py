@@ -154,7 +154,10 @@ def test_damaged_json_is_an_error_of_ours(data: st.DataObject) -> None:
     ("change", "said"),
     [
         (lambda t: t.replace_schema_metadata({b"ckpt.manifest": b"{"}), "not a manifest: JSONDecodeError"),
-        (lambda t: t.replace_schema_metadata({b"ckpt.manifest": b"{}"}), "not of ckpt-manifest/1: KeyError: 'schema'"),
+        (
+            lambda t: t.replace_schema_metadata({b"ckpt.manifest": b"{}"}),
+            "not of ckpt-tool/manifest/1: KeyError: 'schema'",
+        ),
         (lambda t: t.drop_columns(["offset"]), "not a manifest: KeyError"),
         (
             lambda t: t.set_column(0, "fqn", pa.array(["w", "w", "x"])),

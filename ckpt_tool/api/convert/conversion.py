@@ -94,10 +94,10 @@ class ConversionResult:
     """The manifest of digests that was written too."""
 
     def to_json(self) -> dict[str, Any]:
-        """Schema 1: the fields of this record, ``report`` with seconds, bytes and casts."""
+        """Schema ``ckpt-tool/conversion/1``: the fields of this record, ``report`` with seconds, bytes and casts."""
         row = asdict(replace(self, report=replace(self.report, digests=None)))
         del row["report"]["digests"]
-        return {"schema": 1, **row}
+        return {"schema": "ckpt-tool/conversion/1", **row}
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ class Conversion:
         return _buffer_bytes(self.plan, self.execution.n_workers) + ahead
 
     def summary(self) -> dict[str, Any]:
-        """Schema 1, JSON-able: what will be done: formats, mesh, bytes, requests, memory, casts, drops, notes."""
+        """Schema ``ckpt-tool/plan/1``: what will be done: formats, mesh, bytes, requests, memory, casts, notes."""
         stats = asdict(self.plan.stats)
         return {
-            "schema": 1,
+            "schema": "ckpt-tool/plan/1",
             "source": self.checkpoint.url,
             "source_format": self.checkpoint.format,
             "target": self.target_url,

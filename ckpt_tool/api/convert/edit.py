@@ -55,8 +55,8 @@ class EditResult:
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """Schema 1: the fields of this record."""
-        return {"schema": 1, **asdict(self)}
+        """Schema ``ckpt-tool/edit/1``: the fields of this record."""
+        return {"schema": "ckpt-tool/edit/1", **asdict(self)}
 
 
 def edit(  # noqa: PLR0913 - one argument per option of the command

@@ -40,6 +40,7 @@ from ckpt_tool.storage.open import open_store
 
 __all__ = ["Lost", "SalvageResult", "salvage"]
 
+SCHEMA = "ckpt-tool/salvage/1"
 SUFFIX_OF_REPORT = ".salvage.json"
 # A payload that is not what was written: other errors are of metadata, or of values, which is no reason to lose them.
 _DAMAGE = frozenset({"crc-mismatch", "unreadable"})
@@ -85,7 +86,7 @@ class SalvageResult:
         ``source format target``, ``kept[]``, ``lost[] {fqn why}``, ``unknown[]``, ``borrowed[]``.
         """
         return {
-            "schema": "ckpt-tool/salvage/1",
+            "schema": SCHEMA,
             "source": self.source_url,
             "format": self.source_format,
             "target": self.result.target_url,
@@ -174,7 +175,8 @@ def salvage(
             () if lent is None else lent.notes,
             f"{manifest_beside(target).removesuffix('.digests.json')}{SUFFIX_OF_REPORT}",
         )
-        write_text(json.dumps(done.to_json(), indent=1) + "\n", done.report_url)
+        text = json.dumps(done.to_json(), indent=1) + "\n"
+        write_text(text, done.report_url, schema=SCHEMA, what="report of a salvage")
         return done
     finally:
         store.close()
