@@ -41,10 +41,12 @@ def report_lines(report: DiffReport, *, width: int, limit: int | None, with_same
             lines += [line(), *_group(group, width, limit)]
     lines += _objects(report.objects, width, limit)
     left_out = _left_out(report)
-    if left_out or report.notes:
+    if left_out or report.notes or report.hint:
         lines.append(line())
     for note in (*report.notes, *left_out):
         lines += wrap(note, width, line(Span("note: ", "yellow")), "  ")
+    if report.hint:
+        lines += wrap(report.hint, width, line(Span("hint: ", "bold cyan")), "  ")
     return [*lines, line(), *wrap(_verdict(report), width, _mark(report), "  ")]
 
 

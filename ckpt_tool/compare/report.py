@@ -112,6 +112,8 @@ class DiffReport:
     compared_nbytes: int
     """Bytes of both sides that were read and compared."""
     seconds: float
+    hint: str | None = None
+    """What would pair most of what only one side has."""
 
     @property
     def is_same(self) -> bool:
@@ -138,11 +140,11 @@ class DiffReport:
 
         Schema ``ckpt-tool/diff/1``: ``schema same quick seconds compared_nbytes``, ``a`` and ``b`` ``{url format
         tensors nbytes ignored}``, ``counts`` by status, ``ignored {tensors objects unselected}`` of each side and of
-        both together, ``notes[]``, ``groups[] {status reason count}``, ``tensors[] {fqn fqn_b status dtype_a dtype_b
-        shape_a shape_b accepted reason {kind text confirmed}, compared differing nan_payload non_finite signed_zero
-        max_abs max_rel max_ulp first {index a b} bounds}`` and ``objects[] {fqn status a b}``; null where it does not
-        apply. Tensors that are the same are listed only ``with_same``. Values are texts, as JSON has no NaN. Later
-        versions only add keys.
+        both together, ``notes[]``, ``hint``, ``groups[] {status reason count}``, ``tensors[] {fqn fqn_b status dtype_a
+        dtype_b shape_a shape_b accepted reason {kind text confirmed}, compared differing nan_payload non_finite
+        signed_zero max_abs max_rel max_ulp first {index a b} bounds}`` and ``objects[] {fqn status a b}``; null where
+        it does not apply. Same tensors are listed only ``with_same``. Values are texts, as JSON has no NaN.
+        Later versions only add keys.
         """
         return {
             "schema": SCHEMA,
@@ -155,6 +157,7 @@ class DiffReport:
             "counts": self.counts,
             "ignored": {key: n + _ignored(self.b)[key] for key, n in _ignored(self.a).items()},
             "notes": list(self.notes),
+            "hint": self.hint,
             "groups": [
                 {"status": group.status, "reason": group.reason, "count": len(group.members)} for group in self.groups()
             ],

@@ -69,6 +69,23 @@ def test_wrappers_are_seen_through(a: str | KeyPath, b: str | KeyPath) -> None:
     assert paired(one, other, is_auto=False)[0] == {}
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (("w", "v"), ("student.w", "student.v"), "B have 'student.' in front of those of A: --strip-prefix student. "),
+        (("policy.w", "policy.v"), ("actor.w", "actor.v"), ": --strip-prefix policy. --strip-prefix actor. "),
+        (("o.s.w", "o.s.v"), ("o.s.net.w", "o.s.net.v"), r" --map-names 're:(^|[./])net\.=>\1' "),
+        (("w", "v", "u"), ("student.w", "x", "y"), None),
+    ],
+)
+def test_what_would_bring_names_together_is_said(a: tuple[str, ...], b: tuple[str, ...], said: str | None) -> None:
+    """A front that no wrapper is known for is named with the option that takes it off, and pairs nothing by itself."""
+    one, other = named(*a), named(*b)
+    found = pair_tensors(one, other, range(len(a)), range(len(b)), mapped=name_map((), ()), is_auto=True)
+    assert found.pairs == ()
+    assert (found.hint is None) if said is None else (found.hint is not None and said in found.hint.text)
+
+
 def test_ambiguous_names_do_not_meet() -> None:
     """Where two tensors of a side would get one name, neither is taken for the other side's."""
     pairs, only_a, only_b, _ = paired(named("module.w", "_orig_mod.w"), named("w"))

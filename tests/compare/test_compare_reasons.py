@@ -209,7 +209,26 @@ def test_a_layer_too_far() -> None:
     late = {f"h.{n}.w": layers[f"h.{max(n - 1, 0)}.w"] for n in range(4)}
     why = found(layers, late, "h.2.w").reason
     assert why is not None
-    assert (why.kind, why.text) == ("off-by-one-layer", "B holds A's layer -1: it is equal to h.1.w")
+    assert (why.kind, why.text) == ("off-by-one-layer", "B's h.1 to 3 are A's 0 to 2: B's h.1 is A's h.0")
+
+
+def test_layers_numbered_from_one() -> None:
+    """What only one side has is told from the layers that both have, and all of it by one sentence."""
+    a = {f"h.{n}.{w}": random(8, 6, seed=n + 9 * len(w)) for n in range(3) for w in ("w", "up")}
+    b = {f"h.{n + 1}.{w}": a[f"h.{n}.{w}"] for n in range(3) for w in ("w", "up")}
+    reasons = {(each.status, each.reason) for each in diff(opened(a), opened(b)).tensors}
+    assert {status for status, _ in reasons} == {"differs", "only-a", "only-b"}
+    assert {why and why.text for _, why in reasons} == {"B's h.1 to 3 are A's 0 to 2: B's h.1 is A's h.0"}
+
+
+def test_experts_in_another_order() -> None:
+    """Numbers that changed places are listed one by one."""
+    a = {f"h.0.experts.{n}.w": random(8, 6, seed=n) for n in range(3)}
+    why = found(a, {f"h.0.experts.{2 - n}.w": each for n, (_, each) in enumerate(a.items())}, "h.0.experts.0.w").reason
+    assert why is not None
+    assert (why.kind, why.text) == (
+        "renumbered", "B's h.0.experts.0 is A's h.0.experts.2, B's h.0.experts.2 is A's h.0.experts.0"
+    )  # fmt: skip
 
 
 def test_copies_and_misplaced_tensors() -> None:

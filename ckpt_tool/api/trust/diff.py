@@ -124,6 +124,7 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
             is_quick=quick,
             compared_nbytes=comparison.compared_nbytes,
             seconds=time.perf_counter() - started,
+            hint=pairing.hint.text if pairing.hint else None,
         )
 
 
@@ -191,10 +192,14 @@ class _Comparison:
                     reason = explain(each, self.place(0, pair.row_a), self.place(1, pair.row_b), confirmer)
                     reason = reason or neighbours.explain(number)
                     rows[number] = replace(rows[number], reason=reason)
+            for number, pair in enumerate(pairs):
+                if rows[number].status == "differs" and rows[number].reason is None:
+                    rows[number] = replace(rows[number], reason=neighbours.explain_moved(1, pair.row_b))
         for side, only in ((0, self._pairing.only_a), (1, self._pairing.only_b)):
             for row in only:
                 reason = neighbours.explain_only(side, row) if with_reasons else None
                 rows.append(self._only(side, row, reason))
+        rows = [replace(row, reason=neighbours.told(row.reason, row.fqn)) if row.reason else row for row in rows]
         order = {status: number for number, status in enumerate(STATUSES)}
         return tuple(sorted(rows, key=lambda row: order[row.status]))
 

@@ -130,6 +130,7 @@ def diff_digests(  # noqa: PLR0913 - the options of a diff
         is_quick=is_quick,
         compared_nbytes=n_a + n_b,
         seconds=time.perf_counter() - started,
+        hint=pairing.hint.text if pairing.hint else None,
     )
 
 

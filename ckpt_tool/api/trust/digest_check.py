@@ -142,6 +142,8 @@ def _mismatches(checkpoint: Checkpoint, recorded: DigestTable, pairing: Pairing,
     yield Finding("digests-compared", Severity.INFO, said)
     for note in pairing.notes:
         yield Finding("names-paired", Severity.INFO, note)
+    if pairing.hint is not None:
+        yield Finding("names-apart", Severity.INFO, pairing.hint.text)
 
 
 def _padding(checkpoint: Checkpoint, fqn: str, found: ContentDigest, expected: ContentDigest) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from ckpt_tool.api.convert.names import module_names
+from ckpt_tool.api.trust.name_hints import NameHint, name_hint
 from ckpt_tool.compare.tiles import Pair
 from ckpt_tool.errors import UsageError
 from ckpt_tool.layout.names import spellings
@@ -35,6 +36,8 @@ class Pairing:
     """Rows of A's tensor table."""
     only_b: tuple[int, ...]
     notes: tuple[str, ...]
+    hint: NameHint | None = None
+    """What would bring together most of what has no partner."""
 
 
 def is_noise(fqn: str) -> bool:
@@ -98,9 +101,13 @@ def pair_tensors(
     pairs = [Pair(row, names_b[name]) for name, row in names_a.items() if name in names_b]
     left_a = [row for name, row in names_a.items() if name not in names_b]
     left_b = [row for name, row in names_b.items() if name not in names_a]
-    if not (is_auto and left_a and left_b):
+    if not (left_a and left_b):
         return Pairing(tuple(pairs), tuple(left_a), tuple(left_b), ())
     met = _meetings(_spellings(a, left_a), _spellings(b, left_b))
+    if not is_auto:
+        said = f"{counted(len(met), 'tensor')} would meet without outer keys and wrapper prefixes"
+        hint = NameHint(said, "--names auto") if met else _hint(a, b, left_a, left_b, mapped)
+        return Pairing(tuple(pairs), tuple(left_a), tuple(left_b), (), hint)
     used_a, used_b = {pair.row_a for pair in met}, {pair.row_b for pair in met}
     notes: tuple[str, ...] = ()
     if met:
@@ -109,12 +116,14 @@ def pair_tensors(
             f"{counted(len(met), 'tensor', 'were')} paired without outer keys and wrapper prefixes: {one} with {other}"
         )
         notes = (text,)
-    return Pairing(
-        (*pairs, *met),
-        tuple(row for row in left_a if row not in used_a),
-        tuple(row for row in left_b if row not in used_b),
-        notes,
-    )
+    left_a = [row for row in left_a if row not in used_a]
+    left_b = [row for row in left_b if row not in used_b]
+    return Pairing((*pairs, *met), tuple(left_a), tuple(left_b), notes, _hint(a, b, left_a, left_b, mapped))
+
+
+def _hint(a: Manifest, b: Manifest, left_a: Sequence[int], left_b: Sequence[int], mapped: NameMap) -> NameHint | None:
+    names = [[mapped(side.tensors.fqns[row]) for row in left] for side, left in ((a, left_a), (b, left_b))]
+    return name_hint(*names)
 
 
 def _names(manifest: Manifest, rows: Sequence[int], mapped: NameMap) -> dict[str, int]:

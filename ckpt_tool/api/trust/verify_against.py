@@ -35,8 +35,10 @@ def compare_with(
     n_workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Compared:
-    """Kinds: ``differs``, ``other-shape``, ``other-type`` (errors); ``only-here``, ``only-there``; ``compared``.
+    """What a comparison says, as findings.
 
+    Kinds: ``differs``, ``other-shape``, ``other-type`` (errors), ``only-here``, ``only-there``, ``names-apart``,
+    ``compared``.
     What only one side has is a warning, an error with ``require_all`` or where nothing is on both sides.
     """
     report = diff(
@@ -46,6 +48,8 @@ def compare_with(
     n_both = sum(tensor.status in ("same", "differs", "shape", "dtype") for tensor in report.tensors)
     lone = Severity.ERROR if require_all or not n_both else Severity.WARNING
     findings = [_finding(tensor, report.b.url, lone) for tensor in report.tensors if tensor.status != "same"]
+    if report.hint is not None:
+        findings.append(Finding("names-apart", Severity.INFO, report.hint))
     n_same = report.counts["same"]
     said = f"{n_same:,} of {counted(n_both, 'tensor')} that both have are bit for bit those of {report.b.url}"
     return Compared((*findings, Finding("compared", Severity.INFO, said)), report.compared_nbytes)

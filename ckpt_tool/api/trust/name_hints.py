@@ -1,0 +1,103 @@
+"""What would bring names together that did not meet: a front that one side has, or another one on each side.
+
+Only said, never done: a front that is not known to be a wrapper's may be that of another model (a student's, a
+teacher's).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ckpt_tool.records import dataclass
+
+__all__ = ["NameHint", "name_hint"]
+
+_END = re.compile(r"[./]")
+_MAX_NAMES = 10_000
+_MAX_FRONTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NameHint:
+    """How names would meet."""
+
+    said: str
+    """What was seen."""
+    options: str
+    """What makes them meet."""
+
+    @property
+    def text(self) -> str:
+        """Both in one sentence."""
+        return f"{self.said}: {self.options} pairs them"
+
+
+def name_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
+    r"""What explains at least half of the names that only one side has; None where nothing does.
+
+    Args:
+        a: names that only A has; of very many some are looked at.
+        b: names that only B has.
+
+    >>> name_hint(["w.0", "w.1"], ["student.w.0", "student.w.1"]).text
+    "names of B have 'student.' in front of those of A: --strip-prefix student. pairs them"
+    >>> name_hint(["o.s.w", "o.s.v"], ["o.s.net.w", "o.s.net.v"]).options
+    "ckpt diff --map-names 're:(^|[./])net\\.=>\\1'"
+    """
+    fronts: dict[str, set[str]] = {}
+    for name in _some(b):
+        for front, tail in _tails(name):
+            known = fronts.setdefault(tail, set())
+            if len(known) <= _MAX_FRONTS:  # one more tells that a tail says nothing, as "weight" does
+                known.add(front)
+    votes: Counter[tuple[str, str]] = Counter()
+    within: set[tuple[str, str]] = set()
+    names = _some(a)
+    for name in names:
+        front, met = next(((front, fronts[tail]) for front, tail in _tails(name) if tail in fronts), ("", set[str]()))
+        for other in met if len(met) <= _MAX_FRONTS else ():
+            common, apart = _apart(front, other)
+            votes[apart] += 1
+            if common:
+                within.add(apart)
+    (found, n), *_ = votes.most_common(1) or [(("", ""), 0)]
+    if found == ("", "") or 2 * n < min(len(names), len(_some(b))):
+        return None
+    return _hint(*found, is_in_front=found not in within)
+
+
+def _some(names: Sequence[str]) -> Sequence[str]:
+    return names[:: len(names) // _MAX_NAMES + 1]
+
+
+def _tails(name: str) -> Iterator[tuple[str, str]]:
+    """``(front, rest)`` at each dot or slash, the whole name first."""
+    yield "", name
+    for end in _END.finditer(name):
+        yield name[: end.end()], name[end.end() :]
+
+
+def _apart(one: str, other: str) -> tuple[str, tuple[str, str]]:
+    """What two fronts begin with in common, up to a dot or slash, and what is left of each."""
+    common = 0
+    for end in _END.finditer(one):
+        if one[: end.end()] != other[: end.end()]:
+            break
+        common = end.end()
+    return one[:common], (one[common:], other[common:])
+
+
+def _hint(one: str, other: str, *, is_in_front: bool) -> NameHint:
+    if one and other:
+        said = f"names have {one!r} in A where they have {other!r} in B"
+    elif one:
+        said = f"names of A have {one!r} {'in front of' if is_in_front else 'within'} those of B"
+    else:
+        said = f"names of B have {other!r} {'in front of' if is_in_front else 'within'} those of A"
+    fronts = [front for front in (one, other) if front]
+    if is_in_front:
+        return NameHint(said, " ".join(f"--strip-prefix {front}" for front in fronts))
+    replaced = other if one else ""
+    return NameHint(said, rf"ckpt diff --map-names 're:(^|[./]){re.escape(one or other)}=>\1{replaced}'")
