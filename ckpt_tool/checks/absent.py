@@ -1,4 +1,4 @@
-"""What is known to have been there: files that others tell of, and weights that have a name and no elements.
+"""What is known to have been there: files that others tell of, weights that have a name and no elements, anything.
 
 ZeRO-3 leaves a tensor of shape [0] in place of each parameter that it has shared out; a state dict taken without
 gathering them, of a whole model or of an adapter, holds nothing else.
@@ -31,8 +31,17 @@ def missing_file_findings(manifest: Manifest, told: Iterable[Finding]) -> Iterat
 
 
 def absent_findings(manifest: Manifest) -> Iterator[Finding]:
-    """One finding about weights of shape [0]: an error where the model has no others, as then nothing was saved."""
+    """One finding about weights of shape [0]: an error where the model has no others, as then nothing was saved.
+
+    Another about a checkpoint that holds nothing at all.
+    """
     tensors = manifest.tensors
+    if not len(tensors) and not manifest.blobs:
+        said = "neither a tensor nor an object is in it: what was saved was empty, as on a rank that holds nothing"
+        yield Finding("nothing-saved", Severity.ERROR, said)
+    elif not len(tensors):
+        said = f"no tensor is in it, only {counted(len(manifest.blobs), 'other object')}"
+        yield Finding("no-tensors", Severity.INFO, said)
     of_model = tensors.section == SECTIONS.index("model")
     rows = np.flatnonzero(of_model & (tensors.ndim == 1) & (tensors.numel == 0)).tolist()
     empty = [

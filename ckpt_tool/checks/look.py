@@ -167,7 +167,8 @@ class Look:
 def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> list[Scan]:
     """What to look for in each chunk of ``rows``; runs of zeros in tensors of ``wants_zeros`` (bool[n_tensors])."""
     chunks, tensors = manifest.chunks, manifest.tensors
-    patterns = [bit_patterns(dtype) for dtype in tensors.dtypes]
+    dtypes, of_tensor = tensors.kinds
+    patterns = [bit_patterns(dtype) for dtype in dtypes]
     tensor = chunks.tensor[rows]
     volume = chunks.volume[rows]
     packed = is_packed(chunks, rows)
@@ -176,10 +177,10 @@ def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> li
     looks_for_zeros = wants_zeros[tensor] & packed & np.isin(tensors.bits[tensor], [8, 16, 32, 64])
     looks_for_zeros &= volume >= shortest_run(0, 0)
     is_big_endian = (chunks.flags[rows] & np.uint8(ChunkFlag.BIG_ENDIAN)) != 0
-    columns = (rows, tensor, volume, tensors.numel[tensor], looks_for_zeros, is_big_endian, is_sampled)
+    columns = (rows, of_tensor[tensor], volume, tensors.numel[tensor], looks_for_zeros, is_big_endian, is_sampled)
     scans = []
-    for row, number, n, numel, looks, is_big, samples in zip(*(column.tolist() for column in columns), strict=True):
-        found, bits = patterns[number], tensors.dtypes[number].bits
+    for row, kind, n, numel, looks, is_big, samples in zip(*(column.tolist() for column in columns), strict=True):
+        found, bits = patterns[kind], dtypes[kind].bits
         scans.append(
             Scan(
                 row=row,

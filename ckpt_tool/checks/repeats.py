@@ -41,8 +41,9 @@ Samples = tuple[int, int, npt.NDArray[np.uint64]]
 def sampled_chunks(manifest: Manifest, rows: Int64Array, packed: BoolArray) -> BoolArray:
     """bool[n]: chunks of ``rows`` that hold floating numbers of training, in a row and enough of them."""
     chunks, tensors = manifest.chunks, manifest.tensors
-    is_float = np.array([dtype.kind == "float" and dtype.bits >= 8 for dtype in tensors.dtypes], dtype=np.bool_)
-    is_trained = is_float & (tensors.section != SECTIONS.index("other"))
+    dtypes, of_tensor = tensors.kinds
+    is_float = np.array([dtype.kind == "float" and dtype.bits >= 8 for dtype in dtypes], dtype=np.bool_)
+    is_trained = is_float[of_tensor] & (tensors.section != SECTIONS.index("other"))
     wanted: BoolArray = packed & is_trained[chunks.tensor[rows]] & (chunks.length[rows] >= _MIN_CHUNK_NBYTES)
     return wanted
 

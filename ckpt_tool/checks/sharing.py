@@ -13,7 +13,7 @@ from ckpt_tool.checks.extents import chunk_nbytes
 from ckpt_tool.geometry.columns import BoolArray, Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag
 from ckpt_tool.sizes import counted
 
 __all__ = ["sharing_findings"]
@@ -69,6 +69,8 @@ def _judge(manifest: Manifest, left: int, right: int, *, is_item: bool) -> Findi
         return None
     if is_same_range and is_item:  # one container item may hold several tensors
         return None
+    if is_same_range and all(_is_counter(manifest, row) for row in (left, right)):
+        return None  # optimizers count the steps of all parameters with one tensor
     if one.fqn != other.fqn and is_same_range:
         said = f"{other.fqn!r} shares all its {counted(other.where.length, 'byte')} with {one.fqn!r}"
         return Finding("tied-tensors", Severity.INFO, said, other.fqn, other.where)
@@ -87,6 +89,13 @@ def _judge(manifest: Manifest, left: int, right: int, *, is_item: bool) -> Findi
         )
     said += ", of different types or between elements"
     return Finding("bytes-overlap", Severity.WARNING, said, other.fqn, other.where)
+
+
+def _is_counter(manifest: Manifest, row: int) -> bool:
+    """Whether a chunk is one number of an optimizer's state."""
+    tensor = manifest.chunks.tensor[row]
+    tensors = manifest.tensors
+    return SECTIONS[tensors.section[tensor]] == "optimizer" and tensors.numel[tensor] == 1
 
 
 def _is_item(manifest: Manifest) -> BoolArray:

@@ -18,7 +18,7 @@ from ckpt_tool.geometry.columns import BoolArray
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest, TensorMeta
 from ckpt_tool.manifest.tables import SECTIONS
-from ckpt_tool.manifest.vocabulary import embedding_and_head, padded_size, recorded_size
+from ckpt_tool.manifest.vocabulary import embedding_and_head, padded_size, recorded_size, says_tied
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 
@@ -46,7 +46,7 @@ def tied_findings(
         memory_budget_bytes: bounds the slabs of all workers together.
         n_workers: threads.
     """
-    says = _says_tied(manifest.info)
+    says = says_tied(manifest.info)
     embedding, head = embedding_and_head(_model_names(manifest)) if says else (None, None)
     if embedding is None or head is None:
         return [], 0
@@ -149,16 +149,6 @@ def _first_padding(info: Mapping[str, Any], n_rows: int) -> tuple[int | None, st
     if is_known and n_rows in (padded_size(n, divisor, tp) for n in (n_tokens, n_tokens + 1)):
         return n_tokens + 1, f"{said}, padded to a multiple of {divisor} times {tp} ranks"
     return None, ""
-
-
-def _says_tied(info: Mapping[str, Any]) -> str:
-    """What says that embedding and head are one parameter; empty where nothing does."""
-    config, args = info.get("config") or {}, info.get("args") or {}
-    if True in (info.get("tie_word_embeddings"), config.get("tie_word_embeddings")):
-        return "config.json says tie_word_embeddings"
-    if args.get("untie_embeddings_and_output_weights") is False:
-        return "args say that embedding and output layer are one (no --untie-embeddings-and-output-weights)"
-    return ""
 
 
 def _model_names(manifest: Manifest) -> list[str]:

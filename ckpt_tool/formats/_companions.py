@@ -14,7 +14,7 @@ from ckpt_tool.formats._config_checks import model_findings
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
-from ckpt_tool.manifest.vocabulary import embedding_and_head
+from ckpt_tool.manifest.vocabulary import embedding_and_head, says_tied, stated_tied
 from ckpt_tool.sizes import counted
 
 __all__ = ["config_findings", "read_companions", "tied_note"]
@@ -45,9 +45,10 @@ _TRAINER_FILES = tuple(
 def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
     """``(info, notes)``: one request for each companion that is there.
 
-    ``info["config"]`` is all of ``config.json``, with ``model_type``, ``tie_word_embeddings`` and ``torch_dtype``
-    beside it where it has them; ``info["adapter"]`` has ``base_model``, ``peft_type``, ``r``, ``alpha``,
-    ``target_modules`` and ``modules_to_save``; ``info["step"]`` is that of transformers' Trainer.
+    ``info["config"]`` is all of ``config.json``, with ``model_type``, ``tie_word_embeddings`` (that of the part about
+    text, where there are others) and ``torch_dtype`` beside it where it has them; ``info["adapter"]`` has
+    ``base_model``, ``peft_type``, ``r``, ``alpha``, ``target_modules`` and ``modules_to_save``; ``info["step"]`` is
+    that of transformers' Trainer.
     """
     info: dict[str, Any] = {}
     notes: list[str] = []
@@ -57,7 +58,7 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
         # transformers 4.56 renamed torch_dtype to dtype.
         stated = {
             "model_type": config.get("model_type"),
-            "tie_word_embeddings": config.get("tie_word_embeddings"),
+            "tie_word_embeddings": stated_tied(config)[0],
             "torch_dtype": config.get("torch_dtype") or config.get("dtype"),
         }
         info.update({key: value for key, value in stated.items() if value is not None})
@@ -108,10 +109,11 @@ def _read_json(source: Source, path: str, notes: list[str]) -> dict[str, Any] | 
 
 def tied_note(info: Mapping[str, Any], names: Mapping[str, int]) -> list[str]:
     """Says that the output head is the input embedding where ``config.json`` says so and only one is stored."""
-    embedding, head = embedding_and_head(names) if info.get("tie_word_embeddings") is True else (None, None)
+    says = says_tied(info)
+    embedding, head = embedding_and_head(names) if says else (None, None)
     if embedding is None or head is not None:
         return []
-    return [f"the output head is tied to {embedding!r} (config.json: tie_word_embeddings) and is stored once"]
+    return [f"the output head is tied to {embedding!r} ({says}) and is stored once"]
 
 
 def config_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
@@ -157,13 +159,14 @@ def _dtype_findings(manifest: Manifest) -> Iterator[Finding]:
 
 def _tied_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """Both ends of a tied pair stored: wrong when they differ. Two requests, of at most 64 KiB of payload each."""
-    if manifest.info.get("tie_word_embeddings") is not True:
+    stated = says_tied(manifest.info)
+    if not stated:
         return
     embedding, head = embedding_and_head(manifest.tensors.index)
     if embedding is None or head is None:
         return
     metas = [manifest.tensor(name) for name in (embedding, head)]
-    says = f"config.json says tie_word_embeddings, but {embedding!r} and {head!r} are both stored"
+    says = f"{stated}, but {embedding!r} and {head!r} are both stored"
     rows = [manifest.chunks.rows_of(manifest.tensor_id(name)) for name in (embedding, head)]
     places = [manifest.chunks.record(int(own[0]), manifest.tensors, manifest.files).where for own in rows if len(own)]
     if len({(where.path, where.offset) for where in places}) == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.vocabulary import embedding_and_head
+from ckpt_tool.manifest.vocabulary import embedding_and_head, stated_tied, text_config
 from ckpt_tool.sizes import counted
 
 __all__ = ["model_findings"]
@@ -35,8 +35,7 @@ def model_findings(manifest: Manifest) -> Iterator[Finding]:
     config = manifest.info.get("config")
     if not isinstance(config, Mapping) or "adapter" in manifest.info or config.get("is_encoder_decoder"):
         return
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else config
+    text, _ = text_config(config)
     severity = Severity.ERROR if str(config.get("model_type")) in _KNOWN else Severity.WARNING
     yield from _layers(manifest, text, severity)
     embedding, head = embedding_and_head(manifest.tensors.index)
@@ -44,7 +43,7 @@ def model_findings(manifest: Manifest) -> Iterator[Finding]:
         return
     classes = config.get("architectures")
     with_head = [name for name in classes if str(name).endswith("ForCausalLM")] if isinstance(classes, list) else []
-    if with_head and head is None and config.get("tie_word_embeddings") is False:
+    if with_head and head is None and stated_tied(config)[0] is False:
         said = f"config.json says {with_head[0]} without tie_word_embeddings, but no output head is here"
         yield Finding("missing-tensor", severity, said)
     rows, n_tokens = manifest.tensor(embedding).shape[0], text.get("vocab_size")

@@ -76,6 +76,17 @@ class Source:
         found = dict(zip((r.path for r in missing), self.store.fetch(missing), strict=True)) if missing else {}
         return [found[path] if data is None else data for path, data in ((path, known[path]) for path in paths)]
 
+    def remember(self, name: str, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        """Keep what reading showed of this listing, for `recall`, under a name of the reader's own."""
+        kept = tuple(findings)
+        self.remembered[name] = self.listing, kept
+        return kept
+
+    def recall(self, name: str, find: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
+        """What `remember` kept of this listing; where nothing was read of it, what ``find`` finds."""
+        known: tuple[Listing, tuple[Finding, ...]] | None = self.remembered.get(name)
+        return known[1] if known is not None and known[0] is self.listing else find()
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:

@@ -28,10 +28,9 @@ def to_packed(manifest: Manifest) -> list[bytes | npt.NDArray[np.uint8]]:
     """Parts that make up the packed manifest, laid end to end; values of blobs are carried as `codec` carries them."""
     tensors, chunks = manifest.tensors, manifest.chunks
     rest = to_json(manifest.replace(tensors=tensors.take([]), chunks=chunks.take([])), shards=False)
-    dtypes = list(dict.fromkeys(tensors.dtypes))
-    number = {dtype: at for at, dtype in enumerate(dtypes)}
+    dtypes, of_tensor = tensors.kinds
     columns: dict[str, npt.NDArray[Any]] = {
-        "tensors.dtype": np.array([number[dtype] for dtype in tensors.dtypes], dtype=np.int32),
+        "tensors.dtype": of_tensor.astype(np.int32),
         "tensors.shape": tensors.shape,
         "tensors.ndim": tensors.ndim,
         "tensors.section": tensors.section,

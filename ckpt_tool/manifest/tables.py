@@ -138,6 +138,13 @@ class TensorTable:
         return np.array([d.bits for d in self.dtypes], dtype=np.int64)
 
     @cached_property
+    def kinds(self) -> tuple[tuple[DType, ...], IntArray]:
+        """The element types in use, in order of first sight, and int64[n]: which of them each tensor has."""
+        numbers: dict[DType, int] = {}
+        of_tensor = np.array([numbers.setdefault(d, len(numbers)) for d in self.dtypes], dtype=np.int64)
+        return tuple(numbers), of_tensor
+
+    @cached_property
     def numel(self) -> IntArray:
         """int64[n]: number of elements."""
         numel: IntArray = np.prod(self.shape, axis=1, dtype=np.int64)

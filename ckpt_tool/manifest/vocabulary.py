@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["embedding_and_head", "padded_size", "recorded_size"]
+__all__ = ["embedding_and_head", "padded_size", "recorded_size", "says_tied", "stated_tied", "text_config"]
 
 # (input embedding, output head) as the families of transformers and Megatron call them, compared without what is in
 # front.
@@ -20,6 +20,10 @@ _NAMES = (
     ("embed_in.weight", "embed_out.weight"),
     ("tok_embeddings.weight", "output.weight"),
 )
+
+# The part of a configuration that is about text, where a model has others too (images, sound), by its key: that of
+# transformers, InternVL, DeepSeek-VL2 and Qwen's Omni models.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def embedding_and_head(names: Iterable[str]) -> tuple[str | None, str | None]:
@@ -59,3 +63,44 @@ def padded_size(n_tokens: int, divisor: int, tp: int) -> int:
     """
     step = divisor * tp
     return -(-n_tokens // step) * step
+
+
+def text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The part of a ``config.json`` that is about text, and the keys in front of its own; all of it where it has none.
+
+    >>> text_config({"thinker_config": {"text_config": {"vocab_size": 9}}})
+    ({'vocab_size': 9}, 'thinker_config.text_config.')
+    """
+    for key in _TEXT_PARTS:
+        part = config.get(key)
+        if isinstance(part, Mapping):
+            found, where = text_config(part)
+            return found, f"{key}.{where}"
+    return config, ""
+
+
+def stated_tied(config: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """``tie_word_embeddings`` of a ``config.json`` or of its part about text, and its keys; None where neither has it.
+
+    >>> stated_tied({"text_config": {"tie_word_embeddings": True}})
+    (True, 'text_config.tie_word_embeddings')
+    """
+    text, where = text_config(config)
+    for part, prefix in ((config, ""), (text, where)):
+        found = part.get("tie_word_embeddings")
+        if isinstance(found, bool):
+            return found, f"{prefix}tie_word_embeddings"
+    return None, ""
+
+
+def says_tied(info: Mapping[str, Any]) -> str:
+    """What says that embedding and head are one parameter; empty where nothing does."""
+    config, args = info.get("config"), info.get("args")
+    tied, key = stated_tied(config) if isinstance(config, Mapping) else (None, "")
+    if tied:
+        return f"config.json says {key}"
+    if info.get("tie_word_embeddings") is True:
+        return "config.json says tie_word_embeddings"
+    if isinstance(args, Mapping) and args.get("untie_embeddings_and_output_weights") is False:
+        return "args say that embedding and output layer are one (no --untie-embeddings-and-output-weights)"
+    return ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.sharing import sharing_findings
+from ckpt_tool.dtypes import dtype
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Severity
-from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.manifest.model import FileRange, TensorMeta
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.storage.store import Listing
 from tests.checks.synthetic import chunk as made
@@ -40,6 +41,15 @@ def test_equal_ranges_are_tied() -> None:
         (*tied, "b"),
         (*tied, "c"),
     ]
+
+
+def test_a_step_that_parameters_share_says_nothing() -> None:
+    """Optimizers count all parameters' steps with one tensor."""
+    steps = [TensorMeta(f"state.{n}.step", dtype("float32"), (), "optimizer", (f"state.{n}.step",)) for n in range(3)]
+    where = FileRange("a.bin", 0, 4)
+    manifest = make(steps, [made(each.fqn, Box((), ()), where) for each in steps])
+    has_chunk = measure(manifest, Listing("", {"a.bin": 4})).has_chunk
+    assert list(sharing_findings(manifest, has_chunk)) == []
 
 
 def test_same_type_at_element_steps_is_a_view() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tool.checks.strays import stray_findings
+from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, FileRange
@@ -63,3 +64,8 @@ def test_one_other_file_is_said_in_the_singular() -> None:
 def test_named_file_has_no_strays() -> None:
     """Whoever names one file does not ask about its siblings."""
     assert list(stray_findings(MANIFEST, Listing("", {"b.pt": 8, "c.pt": 8}, entry="b.pt"))) == []
+
+
+def test_nothing_at_all_is_an_error() -> None:
+    """A checkpoint without a tensor or an object is what a rank without anything saves."""
+    assert [found.kind for found in structure_findings(make([], []), Listing("", {}))] == ["nothing-saved"]

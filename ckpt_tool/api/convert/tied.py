@@ -15,6 +15,7 @@ from ckpt_tool.api.rules import rules_for
 from ckpt_tool.layout.resolve import rows_of_kind
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.manifest.vocabulary import stated_tied
 from ckpt_tool.sizes import counted
 
 __all__ = ["groups_of_shared_bytes", "without_tied"]
@@ -31,7 +32,7 @@ def without_tied(
     is not. Copies are compared by digests, which reads them once.
     """
     shared = groups_of_shared_bytes(manifest)
-    says_tied = bool(manifest.info.get("config", {}).get("tie_word_embeddings"))
+    says_tied, _ = stated_tied(manifest.info.get("config") or {})
     if tied == "keep" or (tied == "auto" and not says_tied):
         named = "; ".join(" = ".join(group) for group in shared[:3])
         groups = "1 group" if len(shared) == 1 else f"{counted(len(shared), 'group')}"

@@ -44,8 +44,7 @@ def item_lengths(tensors: TensorTable, boxes: BoxTable) -> tuple[IntArray, IntAr
 def _lengths(
     tensors: TensorTable, tensor: npt.NDArray[np.int32], sizes: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys(tensors.dtypes))}
-    kind_of_tensor = np.array([dtypes[dtype] for dtype in tensors.dtypes], dtype=np.int64)
+    _, kind_of_tensor = tensors.kinds
     numel = np.prod(sizes, axis=1, dtype=np.int64)
     payload = (numel * tensors.bits[tensor] + 7) // 8
     kind, ndim = kind_of_tensor[tensor], tensors.ndim[tensor].astype(np.int64)

@@ -159,8 +159,7 @@ class _ItemReader:
         chunks, tensors, paths = self._manifest.chunks, self._manifest.tensors, self._manifest.files.paths
         offset, file = chunks.offset[rows], chunks.file[rows].astype(np.int64)
         length = np.minimum(self._manifest.files.nbytes[file] - offset, HEAD_NBYTES)
-        numbers: dict[str, int] = {}
-        of_tensor = np.array([numbers.setdefault(kind.name, len(numbers)) for kind in tensors.dtypes], dtype=np.int64)
+        _, of_tensor = tensors.kinds
         tensor, sizes = chunks.tensor[rows], chunks.sizes[rows].astype(np.int64)
         # Sizes are padded: [4] and [4, 1] look the same without the number of dimensions.
         columns = (of_tensor[tensor], tensors.ndim[tensor].astype(np.int64), chunks.length[rows], *sizes.T)

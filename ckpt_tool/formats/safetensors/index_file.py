@@ -131,8 +131,7 @@ class SafetensorsIndexReader(ResolvedReader):
         lost = {path for fqn, path in wanted.items() if fqn not in taken_from}
         missing = [p for p in found.index.files if p in lost and p not in source.listing] if found.index else []
         missing = list(dict.fromkeys([*missing, *missing_names(found.paths)]))
-        findings = tuple(_findings(found, source.listing))
-        source.remembered[_FINDINGS] = source.listing, findings
+        findings = source.remember(_FINDINGS, _findings(found, source.listing))
         notes = [*_notes(found, findings, source.listing), *notes, *tied_note(info, tensors.index)]
         info = {
             "index": found.index.path if found.index else None,
@@ -154,11 +153,7 @@ class SafetensorsIndexReader(ResolvedReader):
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002
         """Index against headers, and gaps in numbered names; no request behind `read`, else the same ones."""
-        known: tuple[Listing, tuple[Finding, ...]] | None = source.remembered.get(_FINDINGS)
-        if known is not None and known[0] is source.listing:
-            yield from known[1]
-        else:
-            yield from _findings(_contents(source), source.listing)
+        yield from source.recall(_FINDINGS, lambda: _findings(_contents(source), source.listing))
 
 
 def _contents(source: Source) -> _Contents:

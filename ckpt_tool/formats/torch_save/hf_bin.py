@@ -101,8 +101,7 @@ class HfBinReader(TorchFilesReader):
             for file, entries in zip(found.files, found.entries, strict=True)
         ]
         assembly = assemble(parts, section_of)
-        findings = tuple(_index_findings(found, source))
-        source.remembered[_FINDINGS] = source.listing, findings
+        findings = source.remember(_FINDINGS, _index_findings(found, source))
         faults = [f for f in findings if f.kind not in {"total-size", "stray-file"}]
         assembly.notes += [finding.message for finding in faults]
         lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
@@ -146,11 +145,7 @@ class HfBinReader(TorchFilesReader):
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002
         """Everything in which index and files differ; no request behind `read`, else the same ones."""
-        known: tuple[Listing, tuple[Finding, ...]] | None = source.remembered.get(_FINDINGS)
-        if known is not None and known[0] is source.listing:
-            yield from known[1]
-        else:
-            yield from _index_findings(_contents(source), source)
+        yield from source.recall(_FINDINGS, lambda: _index_findings(_contents(source), source))
 
 
 def _contents(source: Source) -> _Contents:

@@ -164,12 +164,19 @@ def test_two_names_of_the_same_bytes_are_an_error() -> None:
     assert finding.message in manifest.notes
 
 
-@pytest.mark.parametrize(("head", "kind"), [(b"12", "tied-but-different"), (b"ab", "tied-stored-twice")])
-def test_tied_weights_stored_twice(head: bytes, kind: str) -> None:
-    """R40: config says tied and both are there: different bytes are a warning, equal ones a remark."""
+@pytest.mark.parametrize(
+    ("head", "config", "kind"),
+    [
+        (b"12", b'{"tie_word_embeddings": true}', "tied-but-different"),
+        (b"ab", b'{"tie_word_embeddings": true}', "tied-stored-twice"),
+        (b"12", b'{"thinker_config": {"text_config": {"tie_word_embeddings": true}}}', "tied-but-different"),
+    ],
+)
+def test_tied_weights_stored_twice(head: bytes, config: bytes, kind: str) -> None:
+    """R40: config (or its part about text) says tied and both are there: other bytes are a warning, else a remark."""
     files = {
         "model.safetensors": model_bytes({"model.embed_tokens.weight": b"ab", "lm_head.weight": head}),
-        "config.json": b'{"tie_word_embeddings": true}',
+        "config.json": config,
     }
     source, _ = source_and_store(files)
     [finding] = single.READER.check(source, single.READER.read(source))
