@@ -1,4 +1,4 @@
-"""One process of a job that loads a DCP checkpoint into DTensors of its own layout, and gathers what it got."""
+"""One process of jobs that load a DCP checkpoint into DTensors of their own layouts, and gather what they got."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ PLACEMENTS = {2: [Shard(1)], 4: [Shard(1), Shard(0)]}
 MESHES = {2: (2,), 4: (2, 2)}
 
 
-def run(
-    rank: int, world_size: int, rendezvous: str, checkpoint: str, shapes: dict[str, tuple[int, ...]], out: str
-) -> None:
-    """Load every tensor of ``shapes`` as a DTensor, gather it, and let rank 0 save the whole to ``out``."""
+def run(rank: int, folder: str, checkpoint: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """One job after another, of the lowest ranks: importing torch is most of what a process costs."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(rendezvous, world_size)
+    for world_size in MESHES:
+        if rank < world_size:
+            _load(rank, world_size, folder, checkpoint, shapes)
+
+
+def _load(rank: int, world_size: int, folder: str, checkpoint: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Load every tensor of ``shapes`` as a DTensor, gather it, and let rank 0 save the whole to the folder."""
+    store = dist.FileStore(os.path.join(folder, f"rendezvous-{world_size}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", MESHES[world_size])
     state = {}
@@ -30,6 +35,6 @@ def run(
     dcp.load(state, checkpoint_id=checkpoint)
     whole = {fqn: value.full_tensor() for fqn, value in state.items()}
     if rank == 0:
-        torch.save(whole, out)
+        torch.save(whole, os.path.join(folder, f"whole-{world_size}.pt"))
     dist.barrier()
     dist.destroy_process_group()
