@@ -39,7 +39,7 @@ def measure(place: PartPlace, sizes: Mapping[str, int]) -> None:
     Raises:
         StorageError: one is not.
     """
-    found = place.files()
+    found = place.files() if sizes else {}
     for path, nbytes in sizes.items():
         got = found.get(path)
         if got != nbytes:

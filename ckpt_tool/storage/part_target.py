@@ -79,7 +79,7 @@ class PartTarget:
         self._uploads = PartUploads(place, memory_bytes=memory_bytes)
         self.notes = PartNotes(place)
         self._is_shared = False
-        self._old: list[str] = []
+        self._old: Sequence[str] = ()
         self._begun: dict[str, Begun] = {}
         self._received: dict[str, Receipt] = {}
         self._found: dict[str, int] = {}
@@ -91,15 +91,14 @@ class PartTarget:
     def _claim(self, *, resume: bool) -> None:
         """Own the name: mark it as unfinished, or take up what an earlier run has left."""
         place = self._place
-        self._old = list(place.old_files())
-        self._found = place.files()
+        self._old, self._found = place.look()
         marker = place.get(MARKER_NAME) if MARKER_NAME in self._found else None
         self.is_resumed = marker is not None and resume
         self._is_joining = self.is_resumed and marker == _JOINING
         is_own = is_all_of_target(marker) if marker is not None else not self._old
         self.is_alone = place.is_named_last or (is_own and not self._single_file and not self._is_joining)
         if not place.is_named_last and marker is not None and is_own and (resume or self.is_alone):
-            self._old = []  # what is there is what this target has put or joined
+            self._old = ()  # what is there is what this target has put or joined
         self._check(is_unfinished=marker is not None, resume=resume)
         self.journal = PartLog(place, JOURNAL_NAME, self._found)
         self._begun = place.begun() if marker is not None else {}
@@ -230,8 +229,8 @@ class PartTarget:
             self._uploads.flush()
             if not (self._single_file or self._place.is_named_last):
                 delete_old(self._place, self._old)
-                self._old = []
-            if not self._is_joining:
+                self._old = ()
+            if not self._is_joining and not (self.is_alone and self._is_all_put()):
                 self._place.put(MARKER_NAME, _JOINING)
             others = [file for file in self._files.values() if not (file.is_last or file.is_joined)]
             fetch_all(lambda file: self._uploads.join(file, is_new=False), others, concurrency=N_UPLOADS)
@@ -250,6 +249,10 @@ class PartTarget:
             self._place.finish(replace=self._overwrite)
         self._uploads.stop()
         self._place.close()
+
+    def _is_all_put(self) -> bool:
+        """Whether no file has parts, so that each is whole or not there."""
+        return all(file.token is None for file in self._files.values())
 
     def abandon(self, *, discard: bool = False) -> None:
         """Stop; the parts stay for ``resume`` unless ``discard``."""

@@ -64,6 +64,10 @@ class PartPlace(Protocol):
         """Paths of what is under the final name now, files of an unfinished target that were joined among them."""
         ...
 
+    def look(self) -> tuple[Sequence[str], dict[str, int]]:
+        """``old_files`` and ``files`` at once."""
+        ...
+
     def old_head(self, length: int) -> bytes | None:
         """The first bytes of a file of the final name itself, all of a shorter one; None where there is none.
 

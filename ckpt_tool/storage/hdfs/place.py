@@ -60,6 +60,10 @@ class HdfsPlace:
             return [""]
         return [f.path[len(self._final) + 1 :] for f in self._client.files(self._final) if not f.is_folder]
 
+    def look(self) -> tuple[Sequence[str], dict[str, int]]:
+        """``old_files`` and ``files``."""
+        return self.old_files(), self.files()
+
     def old_head(self, length: int) -> bytes | None:
         """The first bytes of a file of that name."""
         found = self._client.info(self._final)

@@ -250,7 +250,10 @@ class S3Client:
             answer = self._sent_once(method, key, query or {}, headers or {}, body, into)
         if answer.status < 300 or answer.status in allowed:
             return answer
-        raise _failure(answer, f"s3://{self.bucket}")
+        failure = _failure(answer, f"s3://{self.bucket}")
+        if isinstance(failure, NotFound):
+            failure.hint = f"{self._settings.endpoint} was asked: check the name, or AWS_ENDPOINT_URL and AWS_PROFILE"
+        raise failure
 
     def _sent_once(
         self,

@@ -43,9 +43,15 @@ class S3Place:
 
     def old_files(self) -> Sequence[str]:
         """Paths of objects under the final name; ``""`` is an object of that name itself."""
-        head = [""] if self._client.head(self._key) is not None else []
-        below = self._listed(f"{self._key}/")
-        return head + [path for path in below if not is_control(path)]
+        return self.look()[0]
+
+    def look(self) -> tuple[Sequence[str], dict[str, int]]:
+        """``old_files`` and ``files`` at once, which are listed together."""
+        one, below = self._client.head(self._key), self._listed(f"{self._key}/")
+        old = [*([] if one is None else [""]), *(path for path in below if not is_control(path))]
+        if not self._single_file:
+            return old, below
+        return old, self._listed(self._control) | ({} if one is None else {"": one.nbytes})
 
     def old_head(self, length: int) -> bytes | None:
         """The first bytes of an object of that name; one request. What has its name in front is another."""
