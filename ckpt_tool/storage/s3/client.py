@@ -1,7 +1,7 @@
 """Requests to one bucket: signed, counted, tried again. Knows keys and bytes, no folders and no checkpoints.
 
 Written against the S3 API reference of 2006-03-01 (ListObjectsV2, GetObject, PutObject, multipart uploads). Buckets are
-addressed by path, which every server understands. Keys are never normalised.
+addressed by path, which most servers understand, or by host where settings say so. Keys are never normalised.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class S3Client:
         self._lock = threading.Lock()
         self._fast: FastReads | Literal[False] | None = False
         """False until the first read, None where there is none."""
-        self._http = HttpClient(self._settings.endpoint, ca_file=self._settings.ca_file)
+        self._connect()
 
     def pages(self, prefix: str, *, delimiter: str = "") -> Iterator[Page]:
         """All objects whose key begins with ``prefix``, a request for each thousand.
@@ -269,7 +269,7 @@ class S3Client:
             # TLS protects a body on its way; without it many servers check this sum alone, not the one that is signed.
             digest = hashlib.md5(body, usedforsecurity=False).digest()
             headers = {**headers, "content-md5": base64.b64encode(digest).decode()}
-        path = encoded_path(f"/{self.bucket}/{key}" if key else f"/{self.bucket}")
+        path = encoded_path(f"{self._path}/{key}" if key else self._path or "/")
         text = encoded_query(query)
         if settings.is_signed:
             headers = signed_headers(
@@ -288,7 +288,11 @@ class S3Client:
         usual = f"https://s3.{before.region}.amazonaws.com"
         endpoint = f"https://s3.{region}.amazonaws.com" if before.endpoint == usual else before.endpoint
         self._settings = replace(before, region=region, endpoint=endpoint)
-        self._http = HttpClient(endpoint, ca_file=before.ca_file)
+        self._connect()
+
+    def _connect(self) -> None:
+        address, self._path = self._settings.address(self.bucket)
+        self._http = HttpClient(address, ca_file=self._settings.ca_file)
 
 
 def _failure(answer: Response, bucket_url: str) -> Exception:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,9 @@ _RENEWED_BEFORE_S = 300.0
 _INSTANCE = "http://169.254.169.254"
 _CONTAINER = "http://169.254.170.2"
 _BY_BOTOCORE = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
+_YES = frozenset({"1", "true", "yes"})
+_VIRTUAL = re.compile(r"^\s*addressing_style\s*=\s*virtual\s*$", re.MULTILINE)
+"""In the lines below ``s3 =`` of a profile."""
 _HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for public data"
 
 
@@ -42,6 +46,15 @@ class S3Settings:
     ca_file: str | None
     is_signed: bool
     """False: requests are anonymous."""
+    is_virtual: bool = False
+    """Whether the bucket is part of the host's name (`virtual-hosted style`), not of the path."""
+
+    def address(self, bucket: str) -> tuple[str, str]:
+        """Scheme and host that requests of a bucket go to, and the path in front of its keys, without a last slash."""
+        parts = urlsplit(self.endpoint)
+        if self.is_virtual:
+            return f"{parts.scheme}://{bucket}.{parts.netloc}", parts.path
+        return f"{parts.scheme}://{parts.netloc}", f"{parts.path}/{bucket}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,9 @@ def read_settings() -> tuple[S3Settings, SettingsSource]:
         endpoint=(endpoint or f"https://s3.{region or _DEFAULT_REGION}.amazonaws.com").rstrip("/"),
         region=region or _DEFAULT_REGION,
         ca_file=_first(os.environ.get("AWS_CA_BUNDLE"), profile.get("ca_bundle")),
-        is_signed=os.environ.get("AWS_SKIP_SIGNATURE", "").lower() not in {"1", "true", "yes"},
+        is_signed=os.environ.get("AWS_SKIP_SIGNATURE", "").lower() not in _YES,
+        is_virtual=os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in _YES
+        or _VIRTUAL.search(profile.get("s3", "")) is not None,
     )
     return settings, SettingsSource(profile, settings.region)
 

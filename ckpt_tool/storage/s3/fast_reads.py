@@ -56,7 +56,8 @@ def fast_reads(bucket: str, settings: S3Settings, source: SettingsSource) -> Fas
 
     store = S3Store(
         bucket,
-        endpoint=settings.endpoint,
+        endpoint="".join(settings.address(bucket)) if settings.is_virtual else settings.endpoint,
+        virtual_hosted_style_request=settings.is_virtual,
         region=settings.region,
         client_options=options,
         retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=_WHOLE_REQUEST_S)},

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
+from ckpt_tool.storage.http_client import HttpClient, Response
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.s3.credentials import read_settings
@@ -80,6 +82,31 @@ def test_timeout_is_a_number(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, te
 
 
 @pytest.mark.usefixtures("_no_pauses")
+@pytest.mark.parametrize(
+    ("endpoint", "style", "host", "target"),
+    [
+        ("http://s3.lab:9000", "", "s3.lab:9000", "/bkt"),
+        ("http://s3.lab/storage/v1/", "", "s3.lab", "/storage/v1/bkt"),
+        ("https://oss.lab", "true", "bkt.oss.lab", ""),
+    ],
+)
+def test_addresses(monkeypatch: pytest.MonkeyPatch, endpoint: str, style: str, host: str, target: str) -> None:
+    """A bucket is part of the path, behind that of the endpoint, or of the host where settings say so."""
+    asked: list[tuple[str, str]] = []
+
+    def request(client: HttpClient, _: str, path: str, **__: Any) -> Response:
+        asked.append((client.host, path))
+        return Response(200, {}, b"<ListBucketResult/>")
+
+    monkeypatch.setattr(HttpClient, "request", request)
+    for name, value in {**s3_environment(endpoint), "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": style}.items():
+        monkeypatch.setenv(name, value)
+    client = S3Client("bkt")
+    client.get("a b")
+    list(client.pages("x"))
+    assert asked == [(host, f"{target}/a%20b"), (host, f"{target or '/'}?encoding-type=url&list-type=2&prefix=x")]
+
+
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is not there is one storage error, after all attempts."""
     for name, value in s3_environment("http://127.0.0.1:9").items():
@@ -172,7 +199,9 @@ def test_refused(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keys, region and endpoint of a profile; what the environment says goes before."""
-    (tmp_path / "config").write_text("[profile lab]\nregion = eu-north-1\nendpoint_url = http://store:9000/\n")
+    (tmp_path / "config").write_text(
+        "[profile lab]\nregion = eu-north-1\nendpoint_url = http://store:9000/\ns3 =\n  addressing_style = virtual\n"
+    )
     (tmp_path / "credentials").write_text(
         "[lab]\naws_access_key_id = K\naws_secret_access_key = S\naws_session_token=T\n"
     )
@@ -183,6 +212,7 @@ def test_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_PROFILE", "lab")
     settings, source = read_settings()
     assert (settings.endpoint, settings.region, settings.is_signed) == ("http://store:9000", "eu-north-1", True)
+    assert settings.address("bkt") == ("http://bkt.store:9000", "")
     found = source.credentials()
     assert (found.access_key, found.secret_key, found.token) == ("K", "S", "T")
     monkeypatch.setenv("AWS_REGION", "us-west-2")
