@@ -18,7 +18,7 @@ from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
 
-__all__ = ["NO_OFFER", "Hosts", "Offer", "Published", "hosts_of", "offer", "open_segments", "published"]
+__all__ = ["NO_OFFER", "Hosts", "Offer", "Published", "Segments", "hosts_of", "offer", "open_segments", "published"]
 
 
 @dataclass(frozen=True)
@@ -129,26 +129,45 @@ def published(hosts: Hosts, rows: IntArray) -> Published:
     return Published(digest, is_same, hosts.pid[hosts.leader], fd, nbytes)
 
 
-def open_segments(group: Group, hosts: Hosts, nbytes: int) -> list[Segment]:
-    """A segment of each rank of this host, in their order, all mapped here. Two collectives of the whole group.
+@dataclass(slots=True)
+class Segments:
+    """Memory of each rank of a host, mapped by all of them."""
+
+    own: Segment
+    all: tuple[Segment, ...]
+    """In the order of the ranks; none where not all can be reached."""
+    failure: StorageError | None
+    """Why; of this rank alone."""
+
+
+def open_segments(group: Group, hosts: Hosts, nbytes: int, failure: BaseException | None) -> Segments:
+    """A segment of each rank of this host; the own one is to be closed once all ranks have agreed on how it went.
+
+    One collective of the whole group.
 
     Raises:
-        StorageError: some rank has no memory for one, or cannot reach another's; on every rank.
+        CkptError: a rank has come with a ``failure``, or has no memory for a segment; on every rank.
     """
-    own, failure = None, None
+    own = None
+    if failure is None:
+        try:
+            own = Segment.create(nbytes)
+        except StorageError as error:
+            failure = error
     try:
-        own = Segment.create(nbytes)
-    except StorageError as error:
-        failure = error
-    rows = group.gather_row([own.fd if own else -1], failure)
-    segments: list[Segment] = []
+        rows = group.gather_row([own.fd if own else -1], failure)
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+    if own is None:
+        raise StorageError("no segment was made, and no failure told of")
     try:
-        for rank in hosts.here:
-            fd = int(rows[rank, 0])
-            segments.append(own if rank == hosts.rank and own else Segment.of_process(hosts.pid[rank], fd, nbytes))
+        fds = rows[list(hosts.here), 0].tolist()
+        found = [
+            own if rank == hosts.rank else Segment.of_process(hosts.pid[rank], fd, nbytes)
+            for rank, fd in zip(hosts.here, fds, strict=True)
+        ]
     except StorageError as error:
-        failure = error
-    group.agree(failure)  # and with it all have mapped all
-    if own is not None:
-        own.close()
-    return segments
+        return Segments(own, (), error)
+    return Segments(own, tuple(found), None)

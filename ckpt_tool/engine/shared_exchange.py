@@ -1,8 +1,7 @@
 """Ranks of one host share what they read: each byte is read by one of them, and copied by all that need it.
 
-Each rank reads its share, batch by batch, into slots of a segment that the others have mapped, and counts the batches
-in it. A slot is used again when every rank has counted that it is past it. So ranks wait for nothing but data, no
-message is sent, and all memory is one ring of slots for each rank. Knows no torch.
+Each rank reads its share, batch by batch, into slots of a segment that the others have mapped (`shared_ring`). So ranks
+wait for nothing but data, no message is sent, and all memory is one ring of slots for each rank. Knows no torch.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_tool.engine.landing import Filler, Landing, Places, rank_manifest
 from ckpt_tool.engine.own_reads import OwnReads, plan_own_reads, run_own_reads
 from ckpt_tool.engine.schedule import make_schedule
 from ckpt_tool.engine.shared_memory import Segment
+from ckpt_tool.engine.shared_ring import Ring, ring_bytes
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
@@ -36,7 +35,6 @@ _NEAR = (2, 1 << 20)
 """Slots of a rank, and bytes of one at most, where reads are answered at once: few, so that all stay in the caches."""
 _FAR = (4, 2 << 20)
 _MIN_SLOT_BYTES = 64 << 10
-_COUNTERS = 2  # before those of what this rank is past: batches in its own slots, and whether it has failed
 _LOOK_S = 0.05  # between two looks whether the others are alive
 
 
@@ -67,14 +65,9 @@ class SharedReads:
     """Tiles that no other rank needs."""
 
     @property
-    def control_bytes(self) -> int:
-        """Counters at the start of each rank's segment."""
-        return -(-8 * (_COUNTERS + len(self.batches)) // 64) * 64
-
-    @property
     def segment_bytes(self) -> int:
         """Size of each rank's segment; all have the same."""
-        return self.control_bytes + self.n_slots * self.slot_bytes
+        return ring_bytes(len(self.batches), self.n_slots, self.slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +169,7 @@ def run_shared_reads(
         LostRank: another rank is gone, or stands still.
         CkptError: a read failed here; the others are told.
     """
-    ring = _Ring(reads, segments)
+    ring = Ring(segments, reads.rank, reads.n_slots, reads.slot_bytes)
     sharing = _Sharing(reads, store, landings, ring, n_workers)
     try:
         waiting = _Waiting(sharing, timeout_s, ranks, ended)
@@ -193,62 +186,11 @@ def run_shared_reads(
     return SharedReport(sharing.read_nbytes, sharing.copied_nbytes)
 
 
-class _Ring:
-    """Counters and slots in the segments of all ranks of a host."""
-
-    def __init__(self, reads: SharedReads, segments: Sequence[Segment]) -> None:
-        n_control = reads.control_bytes
-        self._rank = reads.rank
-        self._slot_bytes, self._n_slots = reads.slot_bytes, reads.n_slots
-        self._counters = [segment.bytes[:n_control].view(np.int64) for segment in segments]
-        self._slots = [segment.bytes[n_control:] for segment in segments]
-
-    def slot(self, rank: int, batch: int) -> npt.NDArray[np.uint8]:
-        """The slot that a rank's batch lies in."""
-        start = batch % self._n_slots * self._slot_bytes
-        return self._slots[rank][start : start + self._slot_bytes]
-
-    def published(self, rank: int) -> int:
-        """Batches that a rank has read."""
-        return int(self._counters[rank][0])
-
-    def publish(self, n_batches: int) -> None:
-        """Say that this rank has read so many batches."""
-        _fence()
-        self._counters[self._rank][0] = n_batches
-
-    def pass_by(self, rank: int, batch: int) -> None:
-        """Say that this rank looks at nothing before ``batch`` of a rank any more."""
-        _fence()
-        self._counters[self._rank][_COUNTERS + rank] = batch
-
-    def n_free(self) -> int:
-        """The first batch of this rank that has no slot yet."""
-        return min(int(counters[_COUNTERS + self._rank]) for counters in self._counters) + self._n_slots
-
-    def tell_failure(self) -> None:
-        """Say that this rank has failed."""
-        self._counters[self._rank][1] = 1
-
-    def has_failure(self) -> bool:
-        """Whether some rank has failed."""
-        return any(counters[1] for counters in self._counters)
-
-    def passed(self, rank: int) -> int:
-        """The first batch of this rank that another one still wants to look at."""
-        return int(self._counters[rank][_COUNTERS + self._rank])
-
-
-def _fence() -> None:
-    """Order memory: bytes first, then the count that tells of them. The system's scheduler has a full barrier."""
-    os.sched_yield()
-
-
 class _Sharing:
     """The work of one rank, in small steps that never wait."""
 
     def __init__(
-        self, reads: SharedReads, store: Store, landings: Mapping[int, Landing], ring: _Ring, n_workers: int
+        self, reads: SharedReads, store: Store, landings: Mapping[int, Landing], ring: Ring, n_workers: int
     ) -> None:
         self._reads, self.ring = reads, ring
         n_readers = min(n_workers, reads.n_slots)
@@ -343,9 +285,8 @@ class _Sharing:
     def _take(self, rank: int) -> bool:
         """Put what is for this rank of the next batch of a rank in its place."""
         reads, at = self._reads, self._next_wanted[rank]
-        if at == len(reads.wanted[rank]) or reads.wanted[rank][at] >= self.ring.published(rank):
+        if at == len(reads.wanted[rank]) or not self.ring.has(rank, reads.wanted[rank][at]):
             return False
-        _fence()
         batch = reads.wanted[rank][at]
         slot = self.ring.slot(rank, batch)
         for tile in reads.batches[rank][batch]:

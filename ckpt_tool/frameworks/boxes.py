@@ -45,13 +45,10 @@ class Leaf:
     """Global shape."""
     parts: tuple[Part, ...]
     """Boxes held here; none on a rank outside of the tensor's mesh."""
+    fqn: str
+    """Keys joined by dots, as DCP names flattened entries."""
     may_differ: bool = False
     """Whether the saved tensor may be longer or shorter, of which what both have is loaded (a padded vocabulary)."""
-
-    @property
-    def fqn(self) -> str:
-        """Keys joined by dots, as DCP names flattened entries."""
-        return ".".join(str(key) for key in self.path)
 
 
 def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | None:
@@ -69,13 +66,13 @@ def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | No
             placement says that its value is still to be reduced.
         LayoutError: the local tensor is not of the size that its placement gives this rank.
     """
-    where = ".".join(map(str, path))
+    fqn = ".".join(map(str, path))
     if type(value) in _PLAIN_TYPES and isinstance(value, torch.Tensor):
         shape, kind = tuple(value.shape), value.dtype
         held = [(Box.whole(shape), value)]
     elif dtensor.is_dtensor(value):
         shape, kind = dtensor.shape_and_dtype(value)
-        held = dtensor.parts_of(value, where=where, known=known)
+        held = dtensor.parts_of(value, where=fqn, known=known)
     elif sharded_tensor.is_sharded_tensor(value):
         shape, kind = sharded_tensor.shape_and_dtype(value)
         held = sharded_tensor.parts_of(value)
@@ -84,7 +81,8 @@ def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | No
         held = [(Box.whole(shape), value)]
     else:
         return None
-    return Leaf(path, _dtype_of(kind), shape, tuple([Part(box, _plain(view, where)) for box, view in held]))
+    parts = tuple([Part(box, _plain(view, fqn)) for box, view in held])
+    return Leaf(path, _dtype_of(kind), shape, parts, fqn)
 
 
 def megatron_leaf(values: Sequence[Any]) -> Leaf:
@@ -104,7 +102,8 @@ def megatron_leaf(values: Sequence[Any]) -> Leaf:
                 where=key,
             )
     parts = [Part(box, _plain(view, key)) for value in values for box, view in megatron.parts_of(value)]
-    return Leaf((key,), _dtype_of(kind), shape, tuple(parts), bool(getattr(first, "allow_shape_mismatch", False)))
+    may_differ = bool(getattr(first, "allow_shape_mismatch", False))
+    return Leaf((key,), _dtype_of(kind), shape, tuple(parts), key, may_differ)
 
 
 @lru_cache(maxsize=64)

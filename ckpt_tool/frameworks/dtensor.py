@@ -19,9 +19,15 @@ __all__ = ["Known", "held_intervals", "is_dtensor", "parts_of", "shape_and_dtype
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """Whether ``value`` is a DTensor, of torch 2.5 and later or of before; a parameter made of one is one."""
-    if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
-        return False
-    return all(hasattr(value, name) for name in ("device_mesh", "placements", "to_local"))
+    kind: Any = type(value)
+    return _is_dtensor_type(kind)
+
+
+@lru_cache(maxsize=64)
+def _is_dtensor_type(cls: Any) -> bool:
+    """Told by the class alone, some microseconds cheaper for each tensor."""
+    names = ("device_mesh", "placements", "to_local")
+    return issubclass(cls, torch.Tensor) and all(hasattr(cls, name) for name in names)
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
@@ -40,12 +46,9 @@ def parts_of(value: Any, *, where: str, known: Known) -> list[tuple[Box, torch.T
         Unsupported: a placement whose values are partial sums.
         LayoutError: the local tensor is not of the size that the placements give.
     """
-    mesh = value.device_mesh
-    if mesh.get_coordinate() is None:
-        return []
     local = value.to_local()
     local = getattr(local, "elem", local)
-    key = (id(mesh), value.placements, tuple(value.shape), tuple(local.shape))
+    key = (id(value.device_mesh), value.placements, tuple(value.shape), tuple(local.shape))
     held = known.get(key)
     if held is None:
         held = known[key] = _held(value, tuple(local.shape), where)
@@ -55,8 +58,11 @@ def parts_of(value: Any, *, where: str, known: Known) -> list[tuple[Box, torch.T
 
 
 def _held(value: Any, local_shape: tuple[int, ...], where: str) -> list[tuple[Box, tuple[slice, ...]]]:
-    """Each box that this rank holds, and where it lies in the local tensor."""
-    coord = tuple(value.device_mesh.get_coordinate())
+    """Each box that this rank holds, and where it lies in the local tensor; none outside of the mesh."""
+    found = value.device_mesh.get_coordinate()  # torch takes as long for it as all the rest of a tensor does
+    if found is None:
+        return []
+    coord = tuple(found)
     placements = tuple(_spec(placement, where) for placement in value.placements)
     intervals = held_intervals(
         tuple(value.shape), tuple(value.device_mesh.shape), coord, placements, local_shape=local_shape

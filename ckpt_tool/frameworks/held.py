@@ -8,7 +8,6 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -236,8 +235,7 @@ def _mark(value: Any) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
     """The local memory of a plain tensor or a DTensor, and all that its boxes and its order of memory come from."""
     if type(value) in _PLAIN_TYPES:
         return value, (value.shape, value.stride(), value.dtype, value.layout, value.device)
-    kind: Any = type(value)
-    if not _is_dtensor_type(kind):
+    if not dtensor.is_dtensor(value):
         return None
     local = value.to_local()
     local = getattr(local, "elem", local)
@@ -250,12 +248,6 @@ def _mark(value: Any) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
         local.dtype,
         local.device,
     )
-
-
-@lru_cache(maxsize=16)
-def _is_dtensor_type(cls: Any) -> bool:
-    """Whether instances are DTensors: told by the class alone, some microseconds cheaper for each tensor."""
-    return all(hasattr(cls, name) for name in ("device_mesh", "placements", "to_local"))
 
 
 def _check_names(state: Any, paths: list[KeyPath]) -> None:

@@ -55,6 +55,9 @@ class _Walk:
     """Megatron's wrappers of each key."""
 
     def visit(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
+        if type(value) is dict and value:  # what most containers are, told without asking what else it could be
+            self._visit_items(path, value)
+            return
         leaf = tensor_leaf(path, value, self.known)
         if leaf is not None:
             self.leaves.append(leaf)
@@ -67,13 +70,16 @@ class _Walk:
             self.visit(path, held, set_value)
             self.finish.append(lambda: value.load_state_dict(held))
         elif isinstance(value, MutableMapping) and value:
-            for key in list(value):
-                self.visit((*path, key), value[key], lambda new, key=key: value.__setitem__(key, new))  # type: ignore[misc]
+            self._visit_items(path, value)
         elif isinstance(value, (MutableSequence, tuple)) and _has_structure(value):
             for position, each in enumerate(value):
                 self.visit((*path, position), each, _setter(value, position))
         else:
             self.slots.append(Slot(path, value, set_value))
+
+    def _visit_items(self, path: KeyPath, items: MutableMapping[Any, Any]) -> None:
+        for key in list(items):
+            self.visit((*path, key), items[key], lambda new, key=key: items.__setitem__(key, new))  # type: ignore[misc]
 
     def _visit_megatron(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
         """A wrapper is replaced by what it wraps, once that is filled; as Megatron's own loading does."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.job import faults, workers
+from tests.job import failing_loads, faults, workers
 
 pytestmark = pytest.mark.dist
 
@@ -19,7 +19,7 @@ SECONDS = 20.0
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks raised."""
     folder = tmp_path_factory.mktemp("failures")
-    workers.start(workers.failures, 4, folder)
+    workers.start(failing_loads.failures, 4, folder)
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
 
 
@@ -30,6 +30,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("read shared-memory", "StorageError", "model-00001.safetensors: rank 2 of 4: the disk is gone"),
         ("read all-to-all", "StorageError", "model-00001.safetensors: rank 2 of 4: the disk is gone"),
         ("read by the first", "StorageError", "model-00001.safetensors: rank 0 of 4: the disk is gone"),
+        ("no segment", "StorageError", "rank 1 of 4: cannot create"),
+        ("no mapping", "StorageError", "rank 3 of 4: cannot of_process"),
         ("bug", "CkptError", "rank 1 of 4: ZeroDivisionError: oops"),
         ("shape", "LayoutError", "1 shape\n  shape: buf_i64: expected [4], got [3]"),
         ("dtype", "LayoutError", "1 dtype\n  dtype: buf_i64: expected float32, got int64"),

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,6 @@ from ckpt_tool.api import checkpoint as checkpoint_module
 from ckpt_tool.api.job import load as load_module
 from ckpt_tool.api.job import load_manifest as manifest_module
 from ckpt_tool.engine.distributed_group import Group
-from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.open import open_payload, open_store
 from ckpt_tool.storage.recording import RecordingStore
 from ckpt_tool.storage.store import Listing, Store
@@ -140,15 +139,6 @@ def _counted(calls: list[str]) -> Any:
         yield
     finally:
         Group._wait = real  # type: ignore[method-assign]
-
-
-def failures(rank: int, world_size: int, rendezvous: str, out: str) -> None:
-    """Provoke one failure after another; each must be raised here, whichever rank it befell."""
-    with joined(rank, world_size, rendezvous):
-        found = {name: _failure(work, rank) for name, work in _faults(rank).items()}
-        report = ckpt_tool.load({**plain("hf_sharded"), "mine": torch.ones(2)}, url("hf_sharded"), strict=False)
-        found["not strict"] = {"missing": report.missing, "unexpected": report.unexpected}
-        Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 @contextmanager
@@ -318,18 +308,6 @@ def _recorded() -> Any:
         checkpoint_module.open_store = manifest_module.open_store = open_store  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _reads(fault: Callable[[], Any]) -> Any:
-    """Every read of payload does ``fault``."""
-
-    class Faulty(RecordingStore):
-        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-            fault()
-
-    with _store_of(Faulty):
-        yield
-
-
 class _SlowStore(RecordingStore):
     """Storage of 1 MB a second."""
 
@@ -340,59 +318,15 @@ class _SlowStore(RecordingStore):
 
 def slow_storage() -> AbstractContextManager[Any]:
     """Payload is read from storage of 1 MB a second."""
-    slow: AbstractContextManager[Any] = _store_of(_SlowStore)
+    slow: AbstractContextManager[Any] = store_of(_SlowStore)
     return slow
 
 
 @contextmanager
-def _store_of(kind: type[RecordingStore]) -> Any:
+def store_of(kind: type[RecordingStore]) -> Any:
     """Payload is read through a store of this class."""
     load_module.open_payload = lambda url: kind(open_payload(url))  # type: ignore[attr-defined]
     try:
         yield
     finally:
         load_module.open_payload = open_payload  # type: ignore[attr-defined]
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _faults(rank: int) -> dict[str, Callable[[], Any]]:
-    """Name to a load that must fail on every rank."""
-
-    def unreadable(way: str, error: Exception, only: int) -> None:
-        fault: AbstractContextManager[Any] = _reads(lambda: _raise(error)) if rank == only else nullcontext()
-        with fault:
-            ckpt_tool.load(plain("hf_sharded"), url("hf_sharded"), exchange=way)
-
-    def misfit(**changes: torch.Tensor) -> None:
-        ckpt_tool.load({**plain("hf_sharded"), **changes}, url("hf_sharded"))
-
-    broken = StorageError("the disk is gone", where="model-00001.safetensors")
-    return {
-        "read none": lambda: unreadable("none", broken, 2),
-        "read shared-memory": lambda: unreadable("shared-memory", broken, 2),
-        "read all-to-all": lambda: unreadable("all-to-all", broken, 2),
-        "read by the first": lambda: unreadable("all-to-all", broken, 0),
-        "bug": lambda: unreadable("all-to-all", ZeroDivisionError("oops"), 1),
-        "shape": lambda: misfit(**({"buf_i64": torch.zeros(4, dtype=torch.int64)} if rank == 1 else {})),
-        "dtype": lambda: misfit(buf_i64=torch.zeros(3)),
-        "missing": lambda: misfit(mine=torch.zeros(3), also=torch.zeros(3)),
-        "unexpected": lambda: ckpt_tool.load(
-            {k: v for k, v in plain("hf_sharded").items() if k != "buf_i64"}, url("hf_sharded")
-        ),
-        "nowhere": lambda: ckpt_tool.load(plain("hf_sharded"), url("hf_sharded") + "-nowhere"),
-        "no tensor": lambda: ckpt_tool.load(
-            {"w": torch.zeros(2, device="meta") if rank == 3 else torch.zeros(2)}, url("hf_sharded")
-        ),
-    }
-
-
-def _failure(work: Callable[[], Any], rank: int) -> dict[str, Any]:
-    begun = time.perf_counter()
-    try:
-        work()
-    except CkptError as error:
-        return {"kind": type(error).__name__, "text": str(error), "seconds": time.perf_counter() - begun}
-    return {"kind": None, "text": f"rank {rank} raised nothing", "seconds": time.perf_counter() - begun}

@@ -275,10 +275,7 @@ class _Loading:
 
     def _move(self, known: Known, live: LiveState, hosts: Hosts) -> Moved:
         made, failure = _attempt(lambda: (self._landings or known.target.landings(live), self._store_of(known.files)))
-        if failure is not None or known.moves.exchange != "none":
-            self._group.agree(failure)
-        landings, store = made
-        return run_moves(known.moves, landings, store, self._group, hosts, self._options.n_workers)
+        return run_moves(known.moves, made, failure, self._group, hosts, self._options.n_workers)
 
     def _payload(self, manifest: Manifest) -> Store:
         """The store of this rank's reads."""

@@ -67,45 +67,55 @@ def choose_exchange(
     why = f"each byte would be read {sharing:.2f} times"
     if sharing < _SHARED_ENOUGH:
         return Choice("none", why, 0)
+    exact = _rank_bytes(everyone, _box_bytes(manifest, np.concatenate(everyone)))
+    # Bytes that are read with gaps between them are copied once more, without them.
+    works = {"none": _Work(max(needed), max(exact) if sum(needed) > sum(exact) else 0)}
+    if max(len(ranks) for ranks in hosts.groups) > 1:
+        works["shared-memory"] = _shared_work(manifest, everyone, hosts)
+    if len(hosts.groups) > 1:
+        works["all-to-all"] = _Work(once / group.size, 0, -(-(once / group.size) // _STEP_BYTES) * _STEP_S)
+    copies_differ = len({work.copied for work in works.values()}) > 1  # what all ways copy alike decides nothing
     read_cost, probe_nbytes, failure = 0.0, 0, None
     try:
         read_cost, probe_nbytes = _read_cost(manifest, store, group)
     except CkptError as error:
         failure = error
-    spans_hosts = len(hosts.groups) > 1
-    read_cost, copy_cost = group.agree(failure, [read_cost, _copy_cost()])
-    exact = [int(_box_bytes(manifest, rows).sum()) for rows in everyone]
-    # Bytes that are read with gaps between them are copied once more, without them.
-    gathered = max(exact) if sum(needed) > sum(exact) else 0
-    seconds = {"none": max(needed) * read_cost + gathered * copy_cost}
-    rates = f"reading for oneself at {1e-6 / read_cost:,.0f} MB/s a rank"
-    if max(len(ranks) for ranks in hosts.groups) > 1:
-        seconds["shared-memory"] = max(
-            _shared_seconds(manifest, [everyone[rank] for rank in ranks], read_cost, copy_cost)
-            for ranks in hosts.groups
-        )
-    if spans_hosts:
+    read_cost, copy_cost = group.agree(failure, [read_cost, _copy_cost() if copies_differ else 0.0])
+    seconds = {way: work.read * read_cost + work.copied * copy_cost + work.waiting for way, work in works.items()}
+    if "all-to-all" in works:
         (send_cost,) = group.largest([group.exchange_cost(_PROBE_BYTES)])
-        per_rank = once / group.size
-        seconds["all-to-all"] = (
-            per_rank * read_cost
-            + max(exact) * (group.size - 1) / group.size * send_cost
-            + -(-per_rank // _STEP_BYTES) * _STEP_S
-        )
+        seconds["all-to-all"] += max(exact) * (group.size - 1) / group.size * send_cost
     best = min(seconds, key=lambda way: seconds[way])
+    rates = f"reading for oneself at {1e-6 / read_cost:,.0f} MB/s a rank"
     told = ", ".join(f"{_WORDS[way]} {took:.3f} s" for way, took in seconds.items())
-    return Choice(best, f"{why}; {rates}: {told}", probe_nbytes)
+    return Choice(best, f"{why}; {rates}: {told}{'' if copies_differ else ' besides copying'}", probe_nbytes)
 
 
 _WORDS = {"none": "would take", "shared-memory": "through shared memory", "all-to-all": "through an all-to-all"}
 
 
-def _shared_seconds(manifest: Manifest, here: Sequence[IntArray], read_cost: float, copy_cost: float) -> float:
-    """Seconds that the ranks of one host would take together."""
-    per_rank = _distinct_bytes(manifest, np.concatenate(here)) / len(here)
-    most = max(int(_box_bytes(manifest, rows).sum()) for rows in here)
-    n_slots = -(-per_rank // _STEP_BYTES)
-    return per_rank * read_cost + most * copy_cost + n_slots * _STEP_S
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the busiest rank would do in one way."""
+
+    read: float
+    """Bytes."""
+    copied: int
+    """Bytes, in memory."""
+    waiting: float = 0.0
+    """Seconds."""
+
+
+def _shared_work(manifest: Manifest, everyone: Sequence[IntArray], hosts: Hosts) -> _Work:
+    """Through shared memory."""
+    read, copied = 0.0, 0
+    for ranks in hosts.groups:
+        here = [everyone[rank] for rank in ranks]
+        rows = np.concatenate(here)
+        nbytes = _box_bytes(manifest, rows)
+        read = max(read, _distinct_bytes(manifest, rows, nbytes) / len(ranks))
+        copied = max(copied, *_rank_bytes(here, nbytes))
+    return _Work(read, copied, -(-read // _STEP_BYTES) * _STEP_S)
 
 
 def _box_bytes(manifest: Manifest, rows: IntArray) -> IntArray:
@@ -115,11 +125,19 @@ def _box_bytes(manifest: Manifest, rows: IntArray) -> IntArray:
     return nbytes
 
 
-def _distinct_bytes(manifest: Manifest, rows: IntArray) -> int:
+def _rank_bytes(everyone: Sequence[IntArray], nbytes: IntArray) -> list[int]:
+    """Of each rank's boxes, given those of all boxes."""
+    ends = np.cumsum([len(rows) for rows in everyone])
+    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(nbytes)])
+    found: list[int] = np.diff(total[ends], prepend=0).tolist()
+    return found
+
+
+def _distinct_bytes(manifest: Manifest, rows: IntArray, nbytes: IntArray) -> int:
     """Bytes of the different boxes; no more than the tensors have, where boxes overlap."""
     width = (rows.shape[1] - 1) // 2
-    first = distinct(exact_duplicates(rows[:, 1 : 1 + width], rows[:, 1 + width :], rows[:, 0]))
-    of_boxes = int(_box_bytes(manifest, rows[first]).sum())
+    box = exact_duplicates(rows[:, 1 : 1 + width], rows[:, 1 + width :], rows[:, 0])
+    of_boxes = int(nbytes[box == np.arange(len(rows))].sum())
     return min(of_boxes, int(manifest.tensors.nbytes[distinct(rows[:, 0])].sum()))
 
 
@@ -139,11 +157,11 @@ def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes
     rows = np.concatenate(everyone)
     width = (rows.shape[1] - 1) // 2
     tensor, offsets, sizes = rows[:, 0], rows[:, 1 : 1 + width], rows[:, 1 + width :]
-    bits = manifest.tensors.bits
+    bits, nbytes = manifest.tensors.bits, _box_bytes(manifest, rows)
     live = (sizes > 0).all(axis=1)
     if is_packed_in(sizes[live], manifest.tensors.shape[tensor[live]]).all():
         # A run of its tensor is a run of each chunk as well, however that is cut: there are no gaps.
-        return [int(_box_bytes(manifest, mine).sum()) for mine in everyone], _distinct_bytes(manifest, rows)
+        return _rank_bytes(everyone, nbytes), _distinct_bytes(manifest, rows, nbytes)
     chunks = manifest.chunks
     chunk_tensor = chunks.tensor.astype(np.int64)
     stored = distinct(exact_duplicates(chunks.offsets, chunks.sizes, chunk_tensor))
@@ -159,7 +177,7 @@ def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes
         read[strided] = np.where(gap_bytes <= max_gap_bytes, read[strided] * step // run, read[strided])
     rank = np.repeat(np.arange(len(everyone)), [len(each) for each in everyone])
     needed = np.bincount(rank[pairs.right], weights=read, minlength=len(everyone)).astype(np.int64)
-    return needed.tolist(), _distinct_bytes(manifest, rows)
+    return needed.tolist(), _distinct_bytes(manifest, rows, nbytes)
 
 
 def _run_and_step(sizes: IntArray, container: IntArray) -> tuple[IntArray, IntArray]:

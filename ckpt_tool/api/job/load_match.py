@@ -38,15 +38,12 @@ class Expected:
     """One tensor that the state has."""
 
     path: KeyPath
+    fqn: str
+    """Keys joined by dots."""
     shape: tuple[int, ...]
     dtype: DType
     may_differ: bool = False
     """Whether its shape may be another one, of as many dimensions."""
-
-    @property
-    def fqn(self) -> str:
-        """Keys joined by dots."""
-        return ".".join(str(key) for key in self.path)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -96,8 +96,8 @@ def plan_moves(
 
 def run_moves(
     moves: Moves,
-    landings: Mapping[int, Landing],
-    store: Store,
+    made: tuple[Mapping[int, Landing], Store],
+    failure: BaseException | None,
     group: Group,
     hosts: Hosts,
     n_workers: int | None,
@@ -106,58 +106,74 @@ def run_moves(
 
     Args:
         moves: of `plan_moves`.
-        landings: this rank's memory, by position in its rows.
-        store: where the checkpoint lies.
+        made: this rank's memory, by position in its rows, and where the checkpoint lies.
+        failure: why this rank could not make these, and has nothing of them.
         group: the ranks.
         hosts: where they run.
         n_workers: reads that are under way at once, None for what suits the storage.
 
     Raises:
-        CkptError: a read failed on some rank; on every rank.
+        CkptError: some rank came with a failure, or could not read; on every rank.
     """
-    if n_workers is None:
-        n_workers = store.cost.concurrency if _is_far(store) else 1
     kept = moves.kept
+    if isinstance(kept, SharedReads):
+        return _run_shared(moves, kept, made, failure, group, hosts, n_workers)
+    if failure is not None or not isinstance(kept, OwnReads):  # who exchanges nothing agrees only when it has read
+        group.agree(failure)
+    landings, store = made
     if isinstance(kept, OwnReads):
-        own = kept
-        total, failure = _attempt(lambda: sum(run_own_reads(own, store, landings, n_workers=n_workers)))
+        n_threads = _n_threads(store, n_workers)
+        total, failure = _attempt(lambda: sum(run_own_reads(kept, store, landings, n_workers=n_threads)))
         group.agree(failure)
         return Moved(total)
-    numbered = {moves.n_before + number: landing for number, landing in landings.items()}
-    if isinstance(kept, SharedReads):
-        return _run_shared(kept, numbered, store, group, hosts, n_workers)
     from ckpt_tool.engine.distributed_exchange import run_exchange
 
-    moved = run_exchange(*kept, store, numbered, group)
+    moved = run_exchange(*kept, store, _numbered(moves, landings), group)
     return Moved(moved.read_nbytes, moved.sent_nbytes, moved.received_nbytes, moved.max_buffer_nbytes)
+
+
+def _n_threads(store: Store, asked: int | None) -> int:
+    if asked is not None:
+        return asked
+    return store.cost.concurrency if _is_far(store) else 1
 
 
 def _is_far(store: Store) -> bool:
     return store.cost.max_gap_bytes > _FAR_GAP_BYTES
 
 
+def _numbered(moves: Moves, landings: Mapping[int, Landing]) -> dict[int, Landing]:
+    """The landings by their place among those of all ranks of the plan."""
+    return {moves.n_before + number: landing for number, landing in landings.items()}
+
+
 def _run_shared(
-    reads: SharedReads, landings: Mapping[int, Landing], store: Store, group: Group, hosts: Hosts, n_workers: int
-) -> Moved:
+    moves: Moves, reads: SharedReads, made: tuple[Mapping[int, Landing], Store], failure: BaseException | None,
+    group: Group, hosts: Hosts, n_workers: int | None,
+) -> Moved:  # fmt: skip
     from ckpt_tool.engine.distributed_hosts import open_segments
     from ckpt_tool.engine.shared_exchange import LostRank
+    from ckpt_tool.engine.shared_ring import give_up
 
-    segments = open_segments(group, hosts, reads.segment_bytes)
-    report, failure = _attempt(
-        lambda: run_shared_reads(
-            reads,
-            store,
-            landings,
-            segments,
-            n_workers=n_workers,
-            timeout_s=group.timeout_s,
-            ranks=hosts.here,
-            ended=hosts.ended,
-        )
-    )
-    if isinstance(failure, LostRank):
-        raise group.lost(failure.message) from failure
-    group.agree(failure)
+    segments = open_segments(group, hosts, reads.segment_bytes, failure)
+    landings, store = made
+
+    def run() -> Any:
+        if segments.failure is not None:
+            give_up(segments.own)
+            raise segments.failure
+        return run_shared_reads(
+            reads, store, _numbered(moves, landings), segments.all, n_workers=_n_threads(store, n_workers),
+            timeout_s=group.timeout_s, ranks=hosts.here, ended=hosts.ended,
+        )  # fmt: skip
+
+    try:
+        report, failure = _attempt(run)
+        if isinstance(failure, LostRank):
+            raise group.lost(failure.message) from failure
+        group.agree(failure)
+    finally:
+        segments.own.close()
     return Moved(report.read_nbytes, 0, report.copied_nbytes, reads.segment_bytes)
 
 
