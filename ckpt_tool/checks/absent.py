@@ -57,7 +57,6 @@ def absent_findings(manifest: Manifest) -> Iterator[Finding]:
         "absent-weight",
         Severity.ERROR if is_all else Severity.WARNING,
         f"weight data absent: {counted(len(empty), 'weight', 'have')} the shape [0], as ZeRO-3 leaves parameters that "
-        "are not "
-        f"gathered before they are saved: {shown}",
+        f"are not gathered before they are saved: {shown}",
         fqn=empty[0],
     )

@@ -181,8 +181,7 @@ class _Pass:
         numel = int(self._manifest.tensors.numel[chunks.tensor[scan.row]])
         said = (
             f"{n:,} of {counted(numel, 'element')} {'is' if n == 1 else 'are'} {word}, the first at index "
-            f"{list(index)}, byte "
-            f"{where.offset:,} of {path}"
+            f"{list(index)}, byte {where.offset:,} of {path}"
         )
         return Finding(kind, severity, said, self._fqn(scan.row), where)
 

@@ -95,8 +95,7 @@ def extent_findings(manifest: Manifest, listing: Listing, extents: Extents) -> I
         elif end > nbytes:
             said = (
                 f"{path} has {counted(nbytes, 'byte')}, expected at least {end:,} ({end - nbytes:,} missing); cut off "
-                "are "
-                f"{held}: {some_names(names)}"
+                f"are {held}: {some_names(names)}"
             )
             yield Finding("truncated-file", Severity.ERROR, said, names[0], place)
         else:

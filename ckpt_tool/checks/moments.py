@@ -71,8 +71,7 @@ def zero_findings(
             numel = int(tensors.numel[tensor])
             said = (
                 f"{n:,} of {counted(numel, 'element')} ({n / numel:.0%}) of {state} are exactly zero, from element "
-                f"{flat:,} "
-                f"(index {list(first.box.offsets)}) on, {reason}"
+                f"{flat:,} (index {list(first.box.offsets)}) on, {reason}"
             )
             severity = Severity.INFO if kind == "zero-rows" else Severity.WARNING
             path = manifest.files.paths[chunks.file[first.chunk]]

@@ -151,8 +151,7 @@ def _dtype_findings(manifest: Manifest) -> Iterator[Finding]:
     share = nbytes[most] / sum(nbytes.values())
     said = (
         f"config.json says {stated}, but {share:.0%} of the weights' bytes are {most} "
-        f"({counted(count[most], 'tensor')}): what "
-        "trusts it casts them when it loads"
+        f"({counted(count[most], 'tensor')}): what trusts it casts them when it loads"
     )
     yield Finding("config-dtype", Severity.WARNING, said)
 

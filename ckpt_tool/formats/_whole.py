@@ -36,8 +36,7 @@ def whole_rows(request: WriteRequest, what: str) -> IntArray:
         fqn = tensors.fqns[int(wrong[0])]
         raise LayoutError(
             f"expected one whole box of each tensor, but {counted(len(wrong), 'tensor', 'are')} cut, repeated or "
-            "absent; "
-            f"{fqn!r} has {counted(int(counts[wrong[0]]), 'box')}",
+            f"absent; {fqn!r} has {counted(int(counts[wrong[0]]), 'box')}",
             hint=f"{what} holds whole tensors: choose --to dcp, rank-files or torch-ranks for a sharded layout",
         )
     rows[tensors.numel == 0] = -1

@@ -119,8 +119,7 @@ def _whole_bytes(elements: int, bits: int, box: Box) -> int:
     if rest:
         raise LayoutError(
             f"box {box} of {bits}-bit elements has a run that does not lie on whole bytes: "
-            f"{counted(elements, 'element')} "
-            f"are {counted(elements * bits, 'bit')}",
+            f"{counted(elements, 'element')} are {counted(elements * bits, 'bit')}",
             hint="cut such tensors where their innermost sizes fill whole bytes",
         )
     return nbytes

@@ -243,8 +243,7 @@ class _Applied:
         if rest or not unit:
             raise LayoutError(
                 f"{counted(inner[0], 'row', 'are')} not {counted(n_groups, 'group')} of "
-                f"{counted(sum(weights), 'equal piece')} {weights}"
-                f"{self._said(rule)}",
+                f"{counted(sum(weights), 'equal piece')} {weights}{self._said(rule)}",
                 where=fqn,
                 hint=FACT_HINT,
             )
@@ -266,8 +265,7 @@ class _Applied:
                 if size != length:
                     raise LayoutError(
                         f"part {rule.parts[rule.witness.part].name!r} has {counted(size, 'row')}{self._said(rule)}, "
-                        f"but {other} "
-                        f"{list(self._shapes[other])} says {length:,}",
+                        f"but {other} {list(self._shapes[other])} says {length:,}",
                         where=fqn,
                         hint=FACT_HINT,
                     )

@@ -91,8 +91,7 @@ def rename_back(
         more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
         raise LayoutError(
             f"{naming.name}, read backwards, has no place for {len(uncovered):,} of {counted(len(shapes), 'tensor')}, "
-            "which "
-            f"would be lost:{listed}{more}",
+            f"which would be lost:{listed}{more}",
             hint="leave them out with --exclude",
         )
     missing = sorted({name for _, rule in uses for name in rule.facts} - set(known))
@@ -324,8 +323,7 @@ def _unit(
     if len(units) != 1 or next(iter(units))[1] or len({shape[1:] for shape in shapes}) != 1:
         raise LayoutError(
             f"parts of shapes {[list(shape) for shape in shapes]} are not {counted(n_groups, 'group')} of sizes "
-            f"{list(weights)}"
-            f"{said}",
+            f"{list(weights)}{said}",
             where=name,
             hint=FACT_HINT,
         )

@@ -99,8 +99,7 @@ def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:
         more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
         raise LayoutError(
             f"{naming.name} has no name for {len(uncovered):,} of {counted(len(uncovered) + len(found), 'tensor')}, "
-            "which would "
-            f"be lost:{listed}{more}",
+            f"which would be lost:{listed}{more}",
             hint="give rules for them with --naming FILE, leave them out with --exclude, or keep all names with "
             "--family none",
         )

@@ -56,8 +56,7 @@ def with_adapter(base: Checkpoint, adapter: Checkpoint, memory_budget_bytes: int
     notes = [
         (
             f"{adapter.url}: {counted(len(held), 'file')} of tensors put beside those of {base.url}, {pairs}; nothing "
-            "is "
-            "added up"
+            "is added up"
         )
     ]
     if twice:

@@ -78,8 +78,7 @@ def megatron_optimizer(
     )
     notes.append(
         f"the schedule stands at {counted(n_samples, 'sample')} ({evidence}); --override-opt_param-scheduler takes "
-        "all else of "
-        "it from the run"
+        "all else of it from the run"
     )
     schedule = _schedule(arguments, max_lr, min_lr, decay, n_samples)
     added = (

@@ -234,8 +234,7 @@ def _of_masters(manifest: Manifest, states: WeightStates, n_without: int) -> Ite
         kinds = {manifest.tensor(fqn).dtype.name for fqn in states.tensors}
         yield (
             f"{counted_of(n_without, n_weights, 'weight', 'have')} no master in the source: their masters are the "
-            "weights "
-            f"themselves ({', '.join(sorted(kinds))}), exact in float32"
+            f"weights themselves ({', '.join(sorted(kinds))}), exact in float32"
         )
 
 

@@ -60,8 +60,7 @@ def mesh_of(
     if tp * dp % (ep * etp):
         raise UsageError(
             f"a stage has {counted(tp * dp, 'rank')} (tp={tp}, dp={dp}), experts need a multiple of {ep * etp:,} "
-            f"(ep={ep}, "
-            f"etp={etp})",
+            f"(ep={ep}, etp={etp})",
             hint=f"use --dp {ep * etp}",
         )
     return asked_mesh(None, tp=tp, pp=pp, dp=dp), (ep, etp)

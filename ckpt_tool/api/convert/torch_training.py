@@ -97,8 +97,7 @@ def as_torch_training(
     if of_masters:
         notes.append(
             f"{counted(of_masters, 'weight', 'are')} the optimizer's masters in float32, as a job of torch keeps "
-            "them; --dtype "
-            "bfloat16 rounds them to the weights that the source's model had"
+            "them; --dtype bfloat16 rounds them to the weights that the source's model had"
         )
     if is_whole:
         tied = list(_tied(views, manifest))

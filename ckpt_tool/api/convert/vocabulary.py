@@ -151,8 +151,7 @@ def _target(before: int, args: Mapping[str, Any], tp: int) -> tuple[int | None, 
     if type(divisor) is not int or divisor < 1 or type(saved_tp) is not int or saved_tp < 1:
         return None, (
             f"the vocabulary keeps its {counted(before, 'row')}: args do not say make_vocab_size_divisible_by and the "
-            "source's "
-            "tensor parallelism; Megatron cuts or fills a difference on loading"
+            "source's tensor parallelism; Megatron cuts or fills a difference on loading"
         )
     step, new_step = divisor * saved_tp, divisor * tp
     # A tokenizer may add a token of its own to args.vocab_size.

@@ -164,8 +164,7 @@ def header_findings(paths: Sequence[str], headers: Sequence[Header]) -> Iterator
                 "large-header",
                 Severity.WARNING,
                 f"{path} has a header of {counted(header.data_start - 8, 'byte')}; the reference reader refuses more "
-                "than "
-                f"{PEER_MAX_HEADER_NBYTES:,} (100 MB)",
+                f"than {PEER_MAX_HEADER_NBYTES:,} (100 MB)",
                 where=FileRange(path, 0, header.data_start),
             )
         by_name = {e.name: e for e in header.entries} if header.aliases else {}

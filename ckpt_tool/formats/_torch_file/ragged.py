@@ -50,8 +50,7 @@ def ragged_boxes(
     if local.numel != stop - start or not local.is_contiguous:
         raise FormatError(
             f"a ragged shard of units {list(units)} at {part} holds {counted(stop - start, 'element')} of "
-            f"{list(held.sizes)}, "
-            f"its local tensor has {local.numel:,}"
+            f"{list(held.sizes)}, its local tensor has {local.numel:,}"
         )
     strides = contiguous_strides(held.sizes)
     found = []

@@ -87,8 +87,7 @@ def weights_only_notes(blobs: Iterable[Blob]) -> tuple[str, ...]:
     return (
         (
             f"torch.load needs weights_only=False for {counted(len(refused), 'object')}: {shown}; --exclude leaves "
-            "them "
-            "out"
+            "them out"
         ),
     )
 

@@ -92,8 +92,7 @@ def _flat_parameter(key: str, names: Any, mask: Any, numels: Any, shapes: Any, w
     if len(mask) != len(numels) or not len(parts) == len(names) == len(shapes):
         raise FormatError(
             f"{key!r} records {counted(len(numels), 'part')}, {counted(len(mask), 'mark')} of padding, "
-            f"{counted(len(names), 'name')} and "
-            f"{counted(len(shapes), 'shape')}, which do not match",
+            f"{counted(len(names), 'name')} and {counted(len(shapes), 'shape')}, which do not match",
             where=where,
         )
     module = key.removesuffix(_NAME)

@@ -144,8 +144,7 @@ def _notes(paths: Sequence[str], tables: Tables) -> Iterator[str]:
         absent = sorted(set(range(max(ranks) + 1)) - set(ranks))
         yield (
             f"saved without collectives: the union of {counted(len(paths), 'metadata file')}, ranks 0 to "
-            f"{max(ranks):,}; "
-            "the absence of higher ranks cannot be noticed"
+            f"{max(ranks):,}; the absence of higher ranks cannot be noticed"
         )
         if absent:
             yield f"metadata of {counted(len(absent), 'rank')} is missing: {', '.join(map(str, absent[:10]))}"

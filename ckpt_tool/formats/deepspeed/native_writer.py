@@ -177,8 +177,7 @@ def _buffers(source: Manifest, state: TargetState, untrained: Sequence[str], sta
     if stage == 3 and unsure:
         raise LayoutError(
             f"{counted(len(unsure), 'weight', 'have')} no optimizer state, and nothing tells whether they are "
-            "buffers, frozen "
-            "parameters or second names of others: stage 3 cuts the ones and not the others",
+            "buffers, frozen parameters or second names of others: stage 3 cuts the ones and not the others",
             where=unsure[0],
             hint="say --zero-stage 1 or 2, which store them all alike",
         )

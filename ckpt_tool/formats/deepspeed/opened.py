@@ -139,8 +139,7 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
     if files.offloaded:
         raise Unsupported(
             f"{counted(len(files.offloaded), 'file')} of states that were offloaded to NVMe: they are not in the "
-            "checkpoint's "
-            "own files",
+            "checkpoint's own files",
             where=files.offloaded[0],
             hint="save again with offload_optimizer and offload_param device cpu or none",
         )

@@ -83,8 +83,7 @@ class DeepSpeedReader(TorchFilesReader):
         if weights_alone:
             built.assembly.notes.append(
                 f"{counted(len(weights_alone), 'file')} beside it hold weights alone, such as {weights_alone[0]}; "
-                "give one to "
-                "read it"
+                "give one to read it"
             )
         stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
         info = facts_of(found, located, built, weights, placement, missing, stage=stage)

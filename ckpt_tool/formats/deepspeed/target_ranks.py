@@ -105,8 +105,7 @@ def _refuse_missing(names: Iterable[str], group: int) -> None:
     if missing:
         raise LayoutError(
             f"{counted(len(missing), f'parameter of group {group}', 'have')} no state, which DeepSpeed keeps for all "
-            "of "
-            "them",
+            "of them",
             where=missing[0],
             hint="it has no step yet for them: write the weights alone, or train one step first",
         )

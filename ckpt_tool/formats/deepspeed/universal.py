@@ -101,8 +101,7 @@ class UniversalReader(TorchFilesReader):
         if states.n_copies:
             built.assembly.notes.append(
                 f"{counted(states.n_copies, 'file')} fp32.pt are copies of what the model states hold (frozen "
-                "weights, second "
-                "names, buffers), and left out"
+                "weights, second names, buffers), and left out"
             )
         if states.lent:
             built.assembly.notes.append(

@@ -136,8 +136,7 @@ def _notes(paths: Sequence[str], headers: Sequence[Header], pairs: dict[str, Any
         patterns = " ".join(f"--exclude dtype:{name}" for name, _ in blocks.most_common())
         notes.append(
             f"{counted(sum(blocks.values()), 'tensor', 'are')} quantised ({listed}): one element here is one block. "
-            "Exporting the "
-            f"others takes {patterns}"
+            f"Exporting the others takes {patterns}"
         )
     architecture = pairs.get("general.architecture")
     if architecture in _PERMUTED:

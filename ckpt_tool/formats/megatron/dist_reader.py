@@ -283,8 +283,7 @@ def _megatron_findings(manifest: Manifest) -> Iterator[Finding]:
             "rng-grid",
             Severity.WARNING,
             f"{counted(n_rng, 'random state')}, expected {grid:,} (pipeline times tensor parallel): Megatron resumes "
-            "only with "
-            "--no-load-rng, or on another grid",
+            "only with --no-load-rng, or on another grid",
         )
 
 

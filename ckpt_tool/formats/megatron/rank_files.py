@@ -199,8 +199,7 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
         stage, expert, tensor = next(coord for coord in all_of_them if coord not in coords)
         raise NotFound(
             f"{counted_of(n_absent, pp * n_saving, 'rank folder', 'are')} missing, such as tensor-parallel rank "
-            f"{tensor} of "
-            f"stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
+            f"{tensor} of stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
             where=folders[0].name,
             hint="copy the folders of all model-parallel ranks",
         )

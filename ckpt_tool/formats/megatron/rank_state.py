@@ -83,8 +83,7 @@ def states_of(
     if starts is None:
         raise LayoutError(
             f"no split into buckets gives the {counted(total, 'element')} that are stored, of "
-            f"{counted(len(members), 'parameter')} with "
-            f"{sum(numels):,}",
+            f"{counted(len(members), 'parameter')} with {sum(numels):,}",
             where=where,
         )
     for member, start in zip(members, starts, strict=True):

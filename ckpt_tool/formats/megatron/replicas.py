@@ -39,8 +39,7 @@ def replica_findings(source: Source, manifest: Manifest, chunks: ChunkTable) -> 
                 "different-replicas",
                 Severity.ERROR,
                 f"{record.fqn!r} {record.box}: {counted(len(group), 'rank', 'hold')} it, with {len(values):,} "
-                "different contents, "
-                f"such as rank {int(chunks.rank[first])} and rank {int(chunks.rank[second])}",
+                f"different contents, such as rank {int(chunks.rank[first])} and rank {int(chunks.rank[second])}",
                 fqn=record.fqn,
                 where=record.where,
             )

@@ -178,7 +178,6 @@ def _check(manifest: Manifest, payload: Payload, rows: IntArray, total: int, whe
     if payload.dtype.name != tensors.dtypes[tensor].name or not (is_box or is_flat) or payload.strides is not None:
         raise FormatError(
             f"{tensors.fqns[tensor]!r} is to have {counted(total, 'element')} of {tensors.dtypes[tensor].name} here, "
-            "box "
-            f"{list(sizes)}; the stored tensor is {payload.dtype.name}{list(payload.shape)}",
+            f"box {list(sizes)}; the stored tensor is {payload.dtype.name}{list(payload.shape)}",
             where=where,
         )

@@ -55,8 +55,7 @@ def stage_layers(
     if len(seen) < n_stages:
         raise LayoutError(
             f"ranks of {len(seen)} of {counted(n_stages, 'pipeline stage')} saved the weights: the files were not "
-            "written by the "
-            "run that the arguments describe"
+            "written by the run that the arguments describe"
         )
     shared = sorted(layer for layer, stages in stage_of.items() if len(stages) > 1)
     if shared:

@@ -83,8 +83,7 @@ def _with_states(
     if len(numbered) != len(states):
         raise LayoutError(
             f"the optimizer's {counted(len(groups), 'parameter group', 'fit')} {len(numbered):,} of a rank's "
-            f"{len(states):,} "
-            "parameters, by wd_mult, is_expert_parallel and is_decoupled_lr",
+            f"{len(states):,} parameters, by wd_mult, is_expert_parallel and is_decoupled_lr",
             hint="write the weights alone: --include 'model.*'",
         )
     own = {**inner, "state": numbered, "param_groups": filled}

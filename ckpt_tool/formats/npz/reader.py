@@ -85,8 +85,7 @@ class NpzReader(ResolvedReader):
             if header.payload_nbytes != stored.length:
                 raise FormatError(
                     f"{header.numpy.str}{list(header.shape)} takes {counted(header.payload_nbytes, 'byte')}, the "
-                    "member has "
-                    f"{stored.length:,}",
+                    f"member has {stored.length:,}",
                     where=where,
                 )
             if header.numpy.kind in "USMm" and stored.length <= _MAX_VALUE_NBYTES:
@@ -120,8 +119,7 @@ class NpzReader(ResolvedReader):
         if nameless:
             notes.append(
                 f"{counted(len(nameless), 'array', 'have')} void elements ({', '.join(nameless[:3])}): numpy has no "
-                "name for "
-                "bfloat16 and float8 and writes those so; their bytes are kept as they are"
+                "name for bfloat16 and float8 and writes those so; their bytes are kept as they are"
             )
         blobs = list(_loaded(source, path, blobs, {m.name.removesuffix(_MEMBER): m for m in arrays}, starts, headers))
         return Manifest(self.name, source.listing.url, tensors, chunks, files, blobs=tuple(blobs), notes=tuple(notes))

@@ -165,8 +165,7 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
     if found.kept_apart:
         found.notes.append(
             f"{counted(len(found.kept_apart), 'tensor', 'record')} no placement and differ in shape between ranks: "
-            "each rank's "
-            f"is called name@rankN ({', '.join(found.kept_apart[:_SHOWN])})"
+            f"each rank's is called name@rankN ({', '.join(found.kept_apart[:_SHOWN])})"
         )
     if found.flat:
         found.notes.append(f"{counted(len(found.flat), 'flat parameter')} of FSDP1: {_CANNOT_UNFLATTEN}")

@@ -92,8 +92,7 @@ class DcpHfReader(ResolvedReader):
         if len(manifest.tensors):
             said = (
                 f"no file records the global shapes of the {counted(len(manifest.tensors), 'tensor')}: that the last "
-                "shard is "
-                "here cannot be proven"
+                "shard is here cannot be proven"
             )
             yield Finding("unproven-shape", Severity.WARNING, said)
 

@@ -95,8 +95,7 @@ class _Placement:
         if at is None or len(self.positions) != prod(self.axes) or len(self.placements) != len(self.axes):
             raise FormatError(
                 f"rank {rank}, {counted(len(self.placements), 'placement')} and "
-                f"{counted(len(self.positions), 'rank', 'do')} not fit a mesh "
-                f"of {list(self.axes)}"
+                f"{counted(len(self.positions), 'rank', 'do')} not fit a mesh of {list(self.axes)}"
             )
         coord: list[int] = []
         for size in reversed(self.axes):

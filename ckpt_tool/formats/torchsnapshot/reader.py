@@ -172,8 +172,7 @@ class _Building:
         if self.unknown_shape:
             notes.append(
                 f"{counted(len(self.unknown_shape), 'sharded tensor')}: the end of their last part was taken for "
-                "their shape, "
-                "which a snapshot does not record"
+                "their shape, which a snapshot does not record"
             )
         if self.kept_whole:
             notes.append(f"{counted(len(self.kept_whole), 'quantised tensor', 'are')} objects: {self.kept_whole[0]}")
