@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.consumers.jobs import WORLD_SIZES, Load, run
 from tests.consumers.written import LAYOUTS, Written, bits, leaves, restored
+from tests.ranks import start_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -80,7 +80,7 @@ def jobs(dcp_checkpoints: dict[str, Written], tmp_path_factory: pytest.TempPathF
     """What jobs of each number of processes loaded; one start of four processes for all of them."""
     folder = tmp_path_factory.mktemp("jobs")
     loads = [Load(name, str(dcp_checkpoints[name].root), DIMS[name]) for name in LAYOUTS]
-    mp.spawn(run, (str(folder / "rendezvous"), loads, str(dcp_checkpoints[NESTED].root), str(folder)), nprocs=4)
+    start_ranks(run, (str(folder / "rendezvous"), loads, str(dcp_checkpoints[NESTED].root), str(folder)), 4)
     return {n: torch.load(folder / f"{n}.pt", weights_only=False) for n in WORLD_SIZES}
 
 

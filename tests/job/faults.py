@@ -1,13 +1,11 @@
 """Jobs in which one rank is killed, or is slow, at a named stage of a load; the others say what they raised, and when.
 
-Processes are started one by one and not by ``torch.multiprocessing.spawn``, which ends all when one is killed. They are
-forks of a process that has torch imported already.
+Processes are started one by one and not by ``torch.multiprocessing``, which ends all when one is killed.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -24,6 +22,7 @@ from ckpt_tool.api.job import load_manifest as manifest_module
 from ckpt_tool.errors import CkptError
 from ckpt_tool.frameworks import state as state_module
 from tests.job import workers
+from tests.ranks import ranks_context
 
 STAGES = ("state", "metadata", "boxes", "plan", "reading", "values")
 """When a rank is struck: as it looks at its state, reads metadata, tells its boxes, plans, reads, sets values."""
@@ -41,8 +40,7 @@ def run(stage: str, way: str, folder: Path, *, size: int, struck: int, seconds: 
         seconds: how long it then stands still; 0 for being killed.
         timeout_s: given to every load.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.job.faults"])
+    context = ranks_context()
     blow = _Blow(stage, struck, seconds)
     jobs = [context.Process(target=_rank, args=(rank, size, str(folder), way, blow, timeout_s)) for rank in range(size)]
     for job in jobs:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
 import ckpt_tool
 from tests.job import save_jobs
+from tests.ranks import start_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where jobs of several sizes have saved, and another one has loaded."""
     found = tmp_path_factory.mktemp("saves")
     for size in SAVING:
-        mp.spawn(save_jobs.save_all, (size, str(found / f"rendezvous-{size}"), str(found)), nprocs=size)
-    mp.spawn(save_jobs.load_all, (LOADING, str(found / "rendezvous"), str(found)), nprocs=LOADING)
+        start_ranks(save_jobs.save_all, (size, str(found / f"rendezvous-{size}"), str(found)), size)
+    start_ranks(save_jobs.load_all, (LOADING, str(found / "rendezvous"), str(found)), LOADING)
     return found
 
 

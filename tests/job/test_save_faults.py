@@ -7,7 +7,6 @@ In every format that ranks write together. ``CKPT_JOB_FAULTS=1`` has a rank die 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from itertools import product
@@ -19,6 +18,7 @@ import torch
 
 import ckpt_tool
 from tests.job import save_faults, workers
+from tests.ranks import ranks_context
 
 pytestmark = pytest.mark.dist
 
@@ -91,8 +91,7 @@ def test_nothing_is_left(told: list[dict[str, Any]]) -> None:
 
 def started(job: Callable[..., None], folder: Path, *args: str) -> list[int | None]:
     """Exit codes of the two processes of a job."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.job.faults"])
+    context = ranks_context()
     given = (2, str(folder / "rendezvous"), str(folder / "run"), *args)
     processes = [context.Process(target=job, args=(rank, *given)) for rank in range(2)]
     for process in processes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +33,7 @@ from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.storage.open import open_payload, open_store
 from ckpt_tool.storage.recording import RecordingStore
 from ckpt_tool.storage.store import Listing, Store
+from tests.ranks import start_ranks
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/torch"
 MODEL_SCRIPT = FIXTURES / "make/common.py"
@@ -59,10 +58,8 @@ UNCUT = frozenset(name for name, (_, _, cut) in CASES.items() if cut is None or 
 
 
 def start(job: Callable[..., None], size: int, folder: Path) -> None:
-    """Run ``job(rank, size, rendezvous, folder)`` in ``size`` processes, forks of one that has torch imported."""
-    multiprocessing.set_forkserver_preload(["tests.job.faults"])
-    rendezvous = folder / f"rendezvous-{size}"
-    torch.multiprocessing.start_processes(job, (size, str(rendezvous), str(folder)), size, start_method="forkserver")
+    """Run ``job(rank, size, rendezvous, folder)`` in ``size`` processes."""
+    start_ranks(job, (size, str(folder / f"rendezvous-{size}"), str(folder)), size)
 
 
 def layouts(rank: int, world_size: int, rendezvous: str, out: str) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.dcp.writer import WRITER
 from tests.formats.dcp.load_worker import MESHES, run
 from tests.formats.dcp.test_writer import bits
 from tests.formats.dcp.written import numbers, row_boxes, table, write
+from tests.ranks import start_ranks
 
 
 @pytest.mark.dist
@@ -23,7 +23,7 @@ def test_other_layouts_load_it(tmp_path: Path) -> None:
     checkpoint.mkdir()
     write(WRITER.lay_out(WriteRequest(tensors, row_boxes(tensors, 3), 3)), numbers(tensors), checkpoint)
     shapes = {t.fqn: t.shape for t in tensors}
-    mp.spawn(run, (str(tmp_path), str(checkpoint), shapes), nprocs=max(MESHES))
+    start_ranks(run, (str(tmp_path), str(checkpoint), shapes), max(MESHES))
     expected = {fqn: t.data for fqn, t in numbers(tensors).items()}
     for world_size in MESHES:
         whole = torch.load(tmp_path / f"whole-{world_size}.pt", weights_only=True)
