@@ -93,10 +93,17 @@ class S3Client:
             query["delimiter"] = delimiter
         while True:
             tree = self._listed(query)
-            yield Page(
+            page = Page(
                 tuple(_object(node) for node in tree.iter("Contents")),
                 tuple(unquote(xml_text(node, "Prefix").replace("+", " ")) for node in tree.iter("CommonPrefixes")),
             )
+            stray = next(
+                (key for key in (*(o.key for o in page.objects), *page.folders) if not key.startswith(prefix)), None
+            )
+            if stray is not None:
+                text = f"the server lists {stray!r}, which does not begin with {prefix!r}"
+                raise StorageError(text, where=self.url_of(prefix), hint="check the slashes of the URL")
+            yield page
             token = xml_text(tree, "NextContinuationToken")
             if xml_text(tree, "IsTruncated") != "true" or not token:
                 return

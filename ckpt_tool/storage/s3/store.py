@@ -166,16 +166,20 @@ def open_s3(url: str) -> S3Store:
         if not key.endswith("/") and client.head(key) is not None:
             folder, name = split_url(url)
             return S3Store(folder, entry=name)
-        raise NotFound("no such file or folder", where=url, hint=_nearby(client, key)) from None
+        raise _nothing(client, url, key) from None
     return store
 
 
-def _nearby(client: S3Client, key: str) -> str | None:
+def _nothing(client: S3Client, url: str, key: str) -> NotFound:
+    """The error for a name that nothing has; the hint names what is nearby."""
     folder, _, name = key.rstrip("/").rpartition("/")
     prefix = f"{folder}/" if folder else ""
     try:
         page = next(client.pages(prefix, delimiter="/"))
     except (NotFound, StorageError):  # a hint is worth no second failure
-        return None
-    names = [*(o.key[len(prefix) :] for o in page.objects), *(f[len(prefix) : -1] for f in page.folders)]
-    return did_you_mean(name, [each for each in names if each])
+        return NotFound("no such file or folder", where=url)
+    folders = [f[len(prefix) : -1] for f in page.folders]
+    if name in folders:
+        return NotFound("is a folder with nothing in it", where=url)
+    names = [*(o.key[len(prefix) :] for o in page.objects), *folders]
+    return NotFound("no such file or folder", where=url, hint=did_you_mean(name, [each for each in names if each]))

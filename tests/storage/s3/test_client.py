@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -58,8 +59,22 @@ def test_nothing_there(bucket: Bucket) -> None:
     with pytest.raises(NotFound, match="no such file or folder") as caught:
         open_store(f"s3://{BUCKET}/run/step_10")
     assert caught.value.hint == "did you mean step_100?"
-    with pytest.raises(NotFound, match="no such bucket"):
+    with pytest.raises(NotFound, match="no such bucket") as caught:
         open_store("s3://other/run")
+    assert os.environ["AWS_ENDPOINT_URL"] in (caught.value.hint or "")
+    bucket.objects["run/made/"] = b""
+    with pytest.raises(NotFound, match="is a folder with nothing in it"):
+        open_store(f"s3://{BUCKET}/run/made")
+
+
+def test_a_server_that_folds_slashes(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SeaweedFS does: its keys are not those that were asked for, and are not cut to fit."""
+    bucket.objects["run/step_1/x"] = b""
+    real = S3Client._listed
+    fold = {"prefix": "run/step_1/"}
+    monkeypatch.setattr(S3Client, "_listed", lambda self, query: real(self, {**query, **fold}))
+    with pytest.raises(StorageError, match="which does not begin with 'run/step_1//'"):
+        open_store(f"s3://{BUCKET}/run/step_1//")
 
 
 def test_object_that_is_there_stays(bucket: Bucket) -> None:
