@@ -8,7 +8,7 @@ their requests cost nothing that a person pays for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -43,6 +43,10 @@ class Traffic:
     def note_retry(self) -> None:
         """Count that the next request repeats one; the request itself is counted when it is sent."""
         self.note(requests=0, retries=1)
+
+    def add(self, totals: Mapping[str, int]) -> None:
+        """Count what another process has counted, as ``to_json`` gives it."""
+        self.note(**{name.removeprefix("n_").removesuffix("_nbytes"): n for name, n in totals.items()})
 
     def to_json(self) -> dict[str, int]:
         """The totals by name."""

@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tool.api.convert.conversion import Conversion
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.storage.traffic import counting, current_traffic
 
 __all__ = ["processes", "run_share"]
 
@@ -24,6 +25,8 @@ def processes(prepare: Callable[..., Conversion], options: Mapping[str, Any], co
     """Processes 2 to ``count``, at work; yields the share of the caller, which commits.
 
     ``prepare`` (``prepare_reshard`` or ``prepare_export``) makes the conversion of ``options``, the same for all.
+
+    What they ask of remote storage counts as asked by the caller.
 
     Raises:
         StorageError: one of them failed; the message is its own.
@@ -50,11 +53,12 @@ def processes(prepare: Callable[..., Conversion], options: Mapping[str, Any], co
             raise StorageError(told[0], hint=error.hint) from error
         raise
     finally:
-        for process, _ in started:
+        for process, receiver in started:
             process.join(_GRACE_S if process.exitcode is None else 0)
             if process.is_alive():
                 process.terminate()
                 process.join()
+            _told(receiver)
 
 
 def run_share(prepare: Callable[..., Conversion], options: Mapping[str, Any], share: Share) -> str | None:
@@ -69,19 +73,21 @@ def run_share(prepare: Callable[..., Conversion], options: Mapping[str, Any], sh
 
 
 def _told(receiver: Connection) -> str | None:
-    """What a process said of its failure."""
+    """What a process said of its failure; its requests are counted here when it is heard."""
     with suppress(EOFError, OSError):
         if receiver.poll():
-            text: str = receiver.recv()
-            return text
+            failure, asked = receiver.recv()
+            current_traffic().add(asked)
+            return None if failure is None else str(failure)
     return None
 
 
 def _in_process(prepare: Callable[..., Conversion], options: dict[str, Any], share: Share, sender: Connection) -> None:
-    try:
-        failure = run_share(prepare, options, share)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with counting() as asked:
+        try:
+            failure = run_share(prepare, options, share)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+    sender.send((failure, asked.to_json()))
     if failure is not None:
-        sender.send(failure)
         raise SystemExit(4)
