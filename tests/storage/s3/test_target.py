@@ -11,7 +11,7 @@ from safetensors.numpy import save
 
 import ckpt_tool
 from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
-from ckpt_tool.storage import part_target
+from ckpt_tool.storage import part_target, retry
 from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.s3.client import S3Client
@@ -70,6 +70,30 @@ def test_a_file_of_one_part_is_one_request(bucket: Bucket, *, old: bool) -> None
     target.commit(".metadata")
     n_requests = {path: bucket.count("P", path.replace(" ", "%20")) for path in FILES}
     assert n_requests == {".metadata": 1, "a.bin": 6, "empty": 1, "sub/b c.bin": 4, "sub/c.bin": 3 if old else 1}
+
+
+def test_lost_answers(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored, though the server could not say so, is known again; what another process stored is not taken."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0)
+    real, asked = S3Client._sent_once, set[tuple[Any, ...]]()
+
+    def losing(self: S3Client, method: str, key: str, query: Any, *more: Any) -> Any:
+        answer = real(self, method, key, query, *more)
+        if method != "GET" and (method, key, *query) not in asked:
+            asked.add((method, key, *query))
+            raise ConnectionResetError
+        return answer
+
+    monkeypatch.setattr(S3Client, "_sent_once", losing)
+    run(URL)
+    assert files(bucket) == FILES
+    assert bucket.uploads == {}
+    target = open_target(f"{URL}/2", **OPTIONS)
+    bucket.objects["run//out/2/x"] = b"other"
+    target.create("x", 3)
+    target.write("x", 0, b"own")
+    with pytest.raises(TargetExists, match="another process has written it"):
+        target.commit(None)
 
 
 def test_begun_anew(bucket: Bucket) -> None:
