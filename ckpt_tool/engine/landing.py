@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.engine.elements import bit_dtype
 from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 from ckpt_tool.plan.model import Plan
@@ -124,24 +126,41 @@ class Places:
         writes, tiles, boxes = plan.writes, plan.tiles, plan.target.chunks
         tile, chunk = writes.tile[rows], writes.chunk[rows]
         ndim = plan.source.tensors.ndim[tiles.tensor[tile]].tolist()
-        sizes = writes.sizes[rows].tolist()
+        sizes = writes.sizes[rows]
         width = boxes.offsets.shape[1]
-        in_tile = (writes.offsets[rows] - tiles.offsets[tile]).tolist()
-        in_box = (writes.offsets[rows, :width] - boxes.offsets[chunk]).tolist()
         self.row: list[int] = rows.tolist()
         self.chunk: list[int] = chunk.tolist()
-        self.sizes = [tuple(held[:n]) for held, n in zip(sizes, ndim, strict=True)]
-        self.in_tile = [_slices(start, held) for start, held in zip(in_tile, self.sizes, strict=True)]
-        self.in_box = [_slices(start, held) for start, held in zip(in_box, self.sizes, strict=True)]
+        self._sizes, self._ndim = sizes, ndim
+        self.in_tile = _slices(writes.offsets[rows] - tiles.offsets[tile], sizes, ndim)
+        self.in_box = _slices(writes.offsets[rows, :width] - boxes.offsets[chunk], sizes[:, :width], ndim)
         self._starts: list[int] = np.searchsorted(tile, np.arange(len(tiles) + 1)).tolist()
+        dtypes = plan.source.tensors.dtypes
+        kinds = {number: bit_dtype(dtypes[number]) for number in distinct(tiles.tensor[tile]).tolist()}
+        self._forms = {
+            at: (dtypes[tensor], kinds[tensor], tuple(shape[:n]) if dtypes[tensor].bits % 8 == 0 else None)
+            for at, tensor, n, shape in zip(
+                tile.tolist(), tiles.tensor[tile].tolist(), ndim, tiles.sizes[tile].tolist(), strict=True
+            )
+        }
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Of each piece."""
+        return [tuple(held[:n]) for held, n in zip(self._sizes.tolist(), self._ndim, strict=True)]
 
     def of_tile(self, tile: int) -> range:
         """Positions of a tile's pieces in the lists."""
         return range(self._starts[tile], self._starts[tile + 1])
 
+    def form(self, tile: int) -> tuple[DType, np.dtype[Any], tuple[int, ...] | None]:
+        """Of a tile with pieces: its type, that of numbers of its width, and its shape; None where it stays bytes."""
+        return self._forms[tile]
 
-def _slices(start: list[int], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple([slice(o, o + s) for o, s in zip(start, sizes, strict=False)])  # start has padding behind
+
+def _slices(start: IntArray, sizes: IntArray, ndim: list[int]) -> list[tuple[slice, ...]]:
+    """Indices of boxes of ``ndim`` dimensions; both columns have padding behind."""
+    bounds = zip(start.tolist(), (start + sizes).tolist(), ndim, strict=True)
+    return [tuple(map(slice, low[:n], high)) for low, high, n in bounds]
 
 
 class PieceTaker(Protocol):
@@ -163,9 +182,7 @@ class Filler:
         places: Places,
         take_other: PieceTaker | None = None,
     ) -> None:
-        self._tiles, self._places = plan.tiles, places
-        self._dtypes, self._ndim = plan.source.tensors.dtypes, plan.source.tensors.ndim
-        self._landings = landings
+        self._places, self._landings = places, landings
         self._take_other = take_other
         self._reader = TileReader(
             plan.source, plan.tiles, plan.reads, store, ahead_bytes=_AHEAD_BYTES, n_workers=_N_SHARING
@@ -186,17 +203,20 @@ class Filler:
 
     def read(self, tile: int, into: npt.NDArray[np.uint8]) -> None:
         """Read one tile into ``into``, uint8 of its size."""
-        self._reader.read(tile, into)
+        self._reader.read_bytes(tile, into)
 
     def place(self, tile: int, elements: npt.NDArray[Any]) -> None:
         """Put the pieces of a tile in place; ``elements`` are its content, as numbers or bytes, of any shape."""
-        tensor = int(self._tiles.tensor[tile])
-        dtype, places = self._dtypes[tensor], self._places
-        numbers = elements.view(bit_dtype(dtype))
-        if dtype.bits % 8 == 0:
-            numbers = numbers.reshape(self._tiles.sizes[tile, : self._ndim[tensor]])
-        for at in places.of_tile(tile):
-            piece = numbers if dtype.bits % 8 else numbers[places.in_tile[at]]
+        places = self._places
+        pieces = places.of_tile(tile)
+        if not pieces:
+            return
+        dtype, kind, shape = places.form(tile)
+        numbers = elements.view(kind)
+        if shape is not None:
+            numbers = numbers.reshape(shape)
+        for at in pieces:
+            piece = numbers if shape is None else numbers[places.in_tile[at]]
             landing = self._landings.get(places.chunk[at])
             if landing is not None:
                 put_elements(landing, places.in_box[at], piece, dtype)

@@ -54,7 +54,7 @@ class SharedReads:
     """By rank, the tiles that it reads into one slot after the other."""
     wanted: tuple[tuple[int, ...], ...]
     """By rank, those of its batches in which something is for this one."""
-    slot_offset: tuple[int, ...]
+    in_slot: tuple[slice, ...]
     """By tile, where in its slot it lies."""
     slot_bytes: int
     n_slots: int
@@ -136,9 +136,9 @@ def plan_shared_reads(
     alone = np.flatnonzero(~is_shared & (order.reader == rank))
     own = plan_own_reads(plan, numbered, alone, max_read_bytes=max_read_bytes)
     places = Places(plan, np.flatnonzero(mine & is_shared[plan.writes.tile]))
-    offsets = tuple(slot_offset.tolist())
+    in_slot = tuple(map(slice, slot_offset.tolist(), (slot_offset + nbytes).tolist()))
     return SharedReads(
-        plan, rank, tuple(map(tuple, batches)), tuple(map(tuple, wanted)), offsets, slot_bytes, n_slots, places, own
+        plan, rank, tuple(map(tuple, batches)), tuple(map(tuple, wanted)), in_slot, slot_bytes, n_slots, places, own
     )
 
 
@@ -277,8 +277,7 @@ class _Sharing:
         try:
             slot = self.ring.slot(reads.rank, batch)
             for tile in reads.batches[reads.rank][batch]:
-                start = reads.slot_offset[tile]
-                filler.read(tile, slot[start : start + int(reads.plan.tiles.nbytes[tile])])
+                filler.read(tile, slot[reads.in_slot[tile]])
         finally:
             self._fillers.put(filler)
 
@@ -290,11 +289,11 @@ class _Sharing:
         batch = reads.wanted[rank][at]
         slot = self.ring.slot(rank, batch)
         for tile in reads.batches[rank][batch]:
-            if len(reads.places.of_tile(tile)):
-                start, nbytes = reads.slot_offset[tile], int(reads.plan.tiles.nbytes[tile])
-                self._placer.place(tile, slot[start : start + nbytes])
+            if reads.places.of_tile(tile):
+                content = slot[reads.in_slot[tile]]
+                self._placer.place(tile, content)
                 if rank != reads.rank:
-                    self.copied_nbytes += nbytes
+                    self.copied_nbytes += content.nbytes
         self._next_wanted[rank] += 1
         self._pass_by(rank)
         return True

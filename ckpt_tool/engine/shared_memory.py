@@ -27,8 +27,9 @@ class Segment:
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool) -> None:
         self.fd = fd
         self.nbytes = nbytes
-        kind = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
-        self._map = mmap.mmap(fd, max(nbytes, 1), access=kind)
+        kind = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
+        at_once = getattr(mmap, "MAP_POPULATE", 0)  # the pages are there: met one by one they cost as much as a copy
+        self._map = mmap.mmap(fd, max(nbytes, 1), mmap.MAP_SHARED | at_once, kind)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
         """uint8[nbytes]; keeps the memory mapped for as long as it, or a view of it, is in use."""
 

@@ -15,7 +15,9 @@ from ckpt_tool.records import dataclass
 __all__ = ["Boxes", "Pairs", "is_packed_in", "join_boxes"]
 
 _MIN_KEYS = 8
-"""From this many keys on it is looked whether some are alike."""
+"""From this many keys on it is looked whether some are alike,"""
+_MIN_ROWS = 4096
+"""and from this many boxes on: of fewer the look costs more than joining them all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,8 @@ def join_boxes(left: Boxes, right: Boxes) -> Pairs:
     live_right, right_key = kept(live_right, known), kept(right_key, known)
     table = Boxes(left_key, kept(left.offsets, live_left), kept(left.sizes, live_left))
     other = Boxes(right_key, kept(right.offsets, live_right), kept(right.sizes, live_right))
-    pairs = _join_alike(table, other, n_keys) if n_keys >= _MIN_KEYS else _join(table, other, n_keys)
+    may_be_alike = n_keys >= _MIN_KEYS and len(table) + len(other) >= _MIN_ROWS
+    pairs = (_join_alike if may_be_alike else _join)(table, other, n_keys)
     found_left, found_right = live_left[pairs.left], live_right[pairs.right]
     line = found_right * len(left) + found_left
     if (line[1:] > line[:-1]).all():

@@ -16,6 +16,12 @@ INTERVAL = st.tuples(st.integers(0, 6), st.integers(0, 4))
 LOOK = st.lists(st.tuples(INTERVAL, INTERVAL).map(lambda b: (b[0][0], b[1][0], b[0][1], b[1][1])), max_size=5)
 
 
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of a few boxes are looked at as large ones are."""
+    monkeypatch.setattr(join, "_MIN_ROWS", 0)
+
+
 def table(looks: list[Look], of_key: list[int], order: np.ndarray | None = None) -> Boxes:
     """Boxes of keys, each with one of the looks."""
     rows = [(key * 3, *box) for key, look in enumerate(of_key) for box in looks[look]]
