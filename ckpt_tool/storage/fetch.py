@@ -19,18 +19,24 @@ Result = TypeVar("Result")
 
 
 def fetch_all(
-    read: Callable[[Item], Result], items: Sequence[Item], *, concurrency: int, may_be_cached: bool = False
+    read: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    concurrency: int,
+    may_be_cached: bool = False,
+    read_alone: Callable[[Item], Result] | None = None,
 ) -> list[Result]:
     """``[read(item) for item in items]`` with at most ``concurrency`` calls at once, started in order.
 
-    With ``may_be_cached`` threads are started once reads turn out not to be answered from memory.
+    With ``may_be_cached`` threads are started once reads turn out not to be answered from memory; until then
+    ``read_alone`` is called, where something gives the same to one thread alone with less work.
 
     The first error is raised as it is; calls not started by then are not made.
     """
     n_workers = min(concurrency, len(items))
     if n_workers <= 1:
         return [read(item) for item in items]
-    first = _while_cached(read, items) if may_be_cached else []
+    first = _while_cached(read_alone or read, items) if may_be_cached else []
     if len(first) == len(items):
         return first
     results: dict[int, Result] = dict(enumerate(first))

@@ -12,8 +12,9 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.model import FileRange
@@ -22,6 +23,9 @@ from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.handles import Handle, Handles
 from ckpt_tool.storage.store import Listing, ReadCost
 from ckpt_tool.storage.urls import check_path, join_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["LOCAL_COST", "LocalStore"]
 
@@ -107,12 +111,14 @@ class LocalStore:
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """The bytes of each range, in order; one request each, ``cost.concurrency`` at once."""
-        return fetch_all(
-            lambda r: self.read(r.path, r.offset, r.length),
-            ranges,
-            concurrency=self.cost.concurrency,
-            may_be_cached=True,
-        )
+        with _SameFile(self, self._handles) as one_by_one:
+            return fetch_all(
+                lambda r: self.read(r.path, r.offset, r.length),
+                ranges,
+                concurrency=self.cost.concurrency,
+                may_be_cached=True,
+                read_alone=one_by_one.read,
+            )
 
     def borrow(self, path: str) -> AbstractContextManager[Handle]:
         """The open file, for calls of the system that take one."""
@@ -223,6 +229,39 @@ class LocalStore:
                 return list(entries)
         except OSError as error:
             raise _failure(error, join_url(self.url, folder)) from error
+
+
+class _SameFile:
+    """Short reads of one thread, which keep the file of the read before: to take it anew costs as much as a read."""
+
+    def __init__(self, store: LocalStore, handles: Handles) -> None:
+        self._store, self._handles = store, handles
+        self._path = ""
+        self._handle: Handle | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handles.give_back(self._handle)
+            self._handle = None
+
+    def read(self, place: FileRange) -> bytes:
+        """One range."""
+        if 0 <= place.length <= _CHECK_FIRST_BYTES and place.offset >= 0:
+            with suppress(OSError):
+                data = self._of(place.path).read_at(place.offset, place.length)
+                if len(data) == place.length:
+                    return data
+        return self._store.read(place.path, place.offset, place.length)  # which tries again, or says what is wrong
+
+    def _of(self, path: str) -> Handle:
+        if self._handle is None or path != self._path:
+            self.__exit__()
+            self._handle = self._handles.take(path)
+            self._path = path
+        return self._handle
 
 
 def _check_range(offset: int, length: int, where: str) -> None:
