@@ -19,6 +19,7 @@ from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.file_log import FileLog
 from ckpt_tool.storage.handles import Handles
 from ckpt_tool.storage.kernel import fallocate, start_writeback
+from ckpt_tool.storage.locked_file import hold
 from ckpt_tool.storage.renaming import N_SYNCS, remove, swap_in, sync_folder, sync_tree
 from ckpt_tool.storage.take_over import clone_range, copy_range, take_file
 from ckpt_tool.storage.urls import check_path, local_path
@@ -349,17 +350,10 @@ class LocalTarget:
     def _lock_marker(self) -> None:
         """Hold the marker file locked; the system lets go of it when this process ends in whatever way."""
         self._marker_fd = os.open(os.path.join(self.root, MARKER_NAME), os.O_RDWR | os.O_CREAT, 0o666)
-        if _IS_WINDOWS:
-            return
-        import fcntl
-
-        try:
-            fcntl.flock(self._marker_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not hold(self._marker_fd):
             self._unlock()
-            raise TargetExists("another process is writing here now", where=self.root) from error
-        except OSError:  # a network file system without locks
-            return
+            hint = "wait until it has ended, or choose another name"
+            raise TargetExists("another process is writing here now", where=self.root, hint=hint)
 
     def _unlock(self) -> None:
         if self._marker_fd >= 0:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
-__all__ = ["LockedFile", "is_held"]
+__all__ = ["LockedFile", "hold", "is_held"]
 
 _IS_WINDOWS = os.name == "nt"
+_FOLLOWS_WITHIN_S = 5.0
+"""How long copies of a killed process may take to end too on a busy machine; they hold what it held until then."""
 
 
 class LockedFile:
@@ -34,6 +37,20 @@ class LockedFile:
             self._fd = -1
 
 
+def hold(fd: int) -> bool:
+    """Hold a file until it is closed; False when a living process does.
+
+    A run that goes on right after another was killed meets copies of that which are about to end, and waits for them.
+    On a network file system without locks nobody holds anything.
+    """
+    until = time.monotonic() + _FOLLOWS_WITHIN_S
+    while _is_taken(fd):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def is_held(path: Path) -> bool:
     """Whether a living process holds the file; True where the file system has no locks to tell by.
 
@@ -45,6 +62,21 @@ def is_held(path: Path) -> bool:
         return not _try_lock(fd, is_shared=True)
     finally:
         os.close(fd)
+
+
+def _is_taken(fd: int) -> bool:
+    """Whether another process holds it; if not this one does now."""
+    if _IS_WINDOWS:
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks
+        return False
+    return False
 
 
 def _try_lock(fd: int, *, is_shared: bool) -> bool:

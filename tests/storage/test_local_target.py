@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
-from ckpt_tool.storage import renaming
+from ckpt_tool.storage import locked_file, renaming
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
 from ckpt_tool.storage.target import open_target
 
@@ -163,14 +164,24 @@ def test_foreign_partial_folder(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"out.partial/thesis.tex": b"years"}
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one writes, another neither resumes nor overwrites; once the first is gone, it may."""
+    monkeypatch.setattr(locked_file, "_FOLLOWS_WITHIN_S", 0.0)
     first = start(tmp_path / "out")
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(TargetExists, match="another process is writing here now"):
             start(tmp_path / "out", **options)
     first.abandon()
     start(tmp_path / "out", resume=True).abandon(discard=True)
+
+
+def test_copies_of_a_killed_process(tmp_path: Path) -> None:
+    """A run that goes on at once does not take them, which are about to end, for a process that writes."""
+    killed = start(tmp_path / "out")
+    dying = Timer(0.1, killed.abandon)
+    dying.start()
+    start(tmp_path / "out", resume=True).abandon(discard=True)
+    dying.join()
 
 
 def test_target_that_appeared_meanwhile(tmp_path: Path) -> None:
