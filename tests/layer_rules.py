@@ -52,7 +52,7 @@ CONFINED: Mapping[str, tuple[str, ...]] = {
 
 # Inside formats/: modules that every format may import, besides the `_` ones; and those that know all formats.
 FORMAT_CONTRACTS = frozenset({"base", "edited", "joint"})
-FORMAT_INDEXES = frozenset({"__init__", "registry", "detect", "bundle", "bundle_writer", "editors"})
+FORMAT_INDEXES = frozenset({"__init__", "registry", "detect", "undetected", "bundle", "bundle_writer", "editors"})
 
 BANNED_NAMES = frozenset({"utils", "helpers", "common", "misc"})
 MAX_LINES = 400

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint, plan_limits
 from ckpt_tool.api.workers import reading_workers
-from ckpt_tool.engine.base import Progress, TakenDigests
+from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.manifest.digest_table import DigestRow, DigestTable, FileDigest
-from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
@@ -22,7 +21,7 @@ from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.summing import SummingStore, file_sha256
 
-__all__ = ["DigestTable", "FileSum", "Taken", "digest_table", "digests", "take_digests"]
+__all__ = ["DigestTable", "FileSum", "Taken", "digests", "take_digests"]
 
 _TILE_BYTES = 4 << 20  # longer than a conversion's: there is no packed copy, and threads meet less often
 
@@ -91,16 +90,6 @@ def digests(  # noqa: PLR0913 - one argument per option
     for error in taken.unread.values():
         raise error
     return taken.table
-
-
-def digest_table(manifest: Manifest, taken: TakenDigests) -> DigestTable:
-    """The digests that a conversion took on its way, as a table of the target that ``manifest`` describes."""
-    tensors = manifest.tensors
-    rows = tuple(
-        DigestRow(tensors.fqns[row], SECTIONS[tensors.section[row]], digest) for row, digest in taken.tensors.items()
-    )
-    originals = tuple(DigestRow(meta.fqn, meta.section, digest) for meta, digest in taken.originals)
-    return DigestTable(manifest.format, rows, originals=originals)
 
 
 def take_digests(

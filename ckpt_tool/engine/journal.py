@@ -7,8 +7,9 @@ so what it says can be trusted after a crash of the machine too. A torn last lin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
+from functools import cached_property
 
 from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.errors import UsageError
@@ -34,13 +35,18 @@ class UnitRecord:
 
 
 class Journal:
-    """Append-only record of one run."""
+    """Append-only record of one run; the plan's fingerprint is taken when something is written or read."""
 
-    def __init__(self, log: Log, fingerprint: str, *, where: str, has_digests: bool = False) -> None:
+    def __init__(self, log: Log, fingerprint: Callable[[], str], *, where: str, has_digests: bool = False) -> None:
         self._log = log
-        self._head = {"version": _VERSION, "plan": fingerprint, "digests": has_digests}
+        self._fingerprint = fingerprint
+        self._has_digests = has_digests
         self._where = where
         self._is_begun = False
+
+    @cached_property
+    def _head(self) -> dict[str, object]:
+        return {"version": _VERSION, "plan": self._fingerprint(), "digests": self._has_digests}
 
     def load(self) -> Mapping[int, UnitRecord]:
         """Finished units of an earlier run of the same plan; empty when there is no journal.

@@ -239,4 +239,4 @@ class RemoteMember(AbstractContextManager["RemoteMember"]):
 
 
 def _journal(target: PartTarget, index: int, fingerprint: str, *, has_digests: bool) -> Journal:
-    return Journal(target.log_of(index), fingerprint, where=target.url, has_digests=has_digests)
+    return Journal(target.log_of(index), lambda: fingerprint, where=target.url, has_digests=has_digests)

@@ -25,7 +25,6 @@ from ckpt_tool.engine.team import Leader, Member, Share, records_of_processes
 from ckpt_tool.engine.tile_digests import TileDigests
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.formats.base import LayOut
-from ckpt_tool.layout.origins import Origins
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.local import LocalStore
@@ -35,6 +34,7 @@ from ckpt_tool.storage.target import Target
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.remote_team import RemoteLeader
+    from ckpt_tool.layout.origins import Origins
 
 __all__ = ["run_plan"]
 
@@ -147,7 +147,7 @@ def _begun(job: Job, leader: Leader | RemoteLeader | None) -> tuple[Journal | No
     has_digests = job.digests is not None
     journal = None
     if target.journal is not None:
-        journal = Journal(target.journal, plan.fingerprint, where=target.url, has_digests=has_digests)
+        journal = Journal(target.journal, lambda: plan.fingerprint, where=target.url, has_digests=has_digests)
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}
     if isinstance(target, LocalTarget) and target.is_resumed:
         done |= records_of_processes(target.root, plan.fingerprint, has_digests=has_digests)

@@ -237,7 +237,7 @@ def records_of_processes(root: str, fingerprint: str, *, has_digests: bool) -> d
 
 
 def _journal(path: Path, fingerprint: str, *, has_digests: bool) -> Journal:
-    return Journal(FileLog(str(path)), fingerprint, where=str(path.parent), has_digests=has_digests)
+    return Journal(FileLog(str(path)), lambda: fingerprint, where=str(path.parent), has_digests=has_digests)
 
 
 def _files(root: Path, *names: str) -> list[Path]:

@@ -7,6 +7,7 @@ same bytes in another order. A unit's sums are a few numbers, which the journal 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,13 @@ from ckpt_tool.engine.base import TakenDigests
 from ckpt_tool.geometry.join import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.geometry.runs import contiguous_strides_columns
-from ckpt_tool.layout.origins import Origins
 from ckpt_tool.manifest.digest import ContentDigest, Part, content_digest, linear_forms
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.model import Plan
+
+if TYPE_CHECKING:
+    from ckpt_tool.layout.origins import Origins
 
 __all__ = ["DigestSum", "TileDigests", "UnitDigests"]
 

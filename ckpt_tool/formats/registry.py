@@ -10,10 +10,13 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ckpt_tool.errors import Unsupported, UsageError
 from ckpt_tool.formats.base import Reader, Writer
-from ckpt_tool.formats.joint import JointWriter
+
+if TYPE_CHECKING:
+    from ckpt_tool.formats.joint import JointWriter
 
 __all__ = ["iter_readers", "joint_writer", "readers", "writer", "writer_names"]
 
@@ -147,6 +150,8 @@ def joint_writer(name: str) -> JointWriter:
         UsageError: no such writer.
         Unsupported: it lays a checkpoint out as a whole only.
     """
+    from ckpt_tool.formats.joint import JointWriter  # for jobs alone
+
     found = writer(_TOGETHER.get(name, name))
     if not isinstance(found, JointWriter):  # a protocol, checked by its methods
         raise Unsupported(f"{name} cannot be written by ranks together", hint='save as "dcp", then run ckpt export')

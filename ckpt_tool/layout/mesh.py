@@ -17,7 +17,7 @@ from ckpt_tool.sizes import counted
 
 __all__ = ["Mesh", "default_mesh", "parse_mesh"]
 
-_AXIS = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*([0-9]+)\s*")
+_AXIS = r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*([0-9]+)\s*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def parse_mesh(text: str) -> Mesh:
         LayoutError: not of this form.
     """
     parts = [part for part in text.split(",") if part.strip()]
-    matches = [_AXIS.fullmatch(part) for part in parts]
+    matches = [re.fullmatch(_AXIS, part) for part in parts]
     for part, match in zip(parts, matches, strict=True):
         if match is None:
             raise LayoutError(

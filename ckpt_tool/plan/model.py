@@ -5,7 +5,6 @@ It is a value: it can be printed, saved, compared and executed by any engine. By
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
@@ -125,6 +124,8 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change when any byte would go elsewhere or come from elsewhere."""
+        import hashlib  # 3 ms of start-up; a run of less than a gigabyte writes no journal
+
         digest = hashlib.blake2b(digest_size=8)
         for side, pieces in ((self.source, self.reads), (self.target, self.writes)):
             digest.update(repr([(f.path, f.nbytes, f.codec, f.part) for f in side.files]).encode())

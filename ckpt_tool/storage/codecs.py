@@ -30,10 +30,10 @@ MAX_LZ4_RATIO = 256
 
 _MAX_WHOLE_BYTES = 1 << 30
 """Of content that can only be decoded at once."""
-_STEP = re.compile(
+_STEP = (
     r"deflate|zlib|gzip|zstd|blosc|lz4|bz2|xz|latin1|slice:[0-9]{1,18}:[0-9]{1,18}|zeros:[0-9]{1,18}|shuffle:[0-9]{1,4}"
 )
-_DEFLATED = re.compile(r"deflate|zlib|gzip")
+_DEFLATED = r"deflate|zlib|gzip"
 
 _WINDOW_BITS = {"deflate": -zlib.MAX_WBITS, "zlib": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
 
@@ -52,13 +52,13 @@ def check_codec(codec: str | None, where: str) -> None:
     Raises:
         Unsupported: it is not.
     """
-    if codec is None or not all(_STEP.fullmatch(step) for step in codec.split("|")):
+    if codec is None or not all(re.fullmatch(_STEP, step) for step in codec.split("|")):
         raise Unsupported(f"compressed with {codec}, expected deflate or zstd", where=where)
 
 
 def deflated_limit(codec: str, nbytes: int) -> int | None:
     """Most bytes that a part of ``nbytes`` can become, None where the codec sets no limit."""
-    return max(nbytes, 1) * MAX_DEFLATE_RATIO if _DEFLATED.fullmatch(codec) else None
+    return max(nbytes, 1) * MAX_DEFLATE_RATIO if re.fullmatch(_DEFLATED, codec) else None
 
 
 def split_slice(codec: str) -> tuple[str, str]:

@@ -10,7 +10,6 @@ import errno
 import io
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -155,6 +154,8 @@ class LocalTarget:
 
     def can_share(self, source_fd: int, source_offset: int, nbytes: int) -> bool:
         """Whether blocks of another file can be shared with files of this target: a trial that leaves nothing."""
+        import tempfile  # for those that ask to share
+
         try:
             with tempfile.TemporaryFile(dir=self.root) as file:
                 return clone_range(source_fd, file.fileno(), source_offset, 0, nbytes)
@@ -389,6 +390,5 @@ class LocalTarget:
 
 
 def _holds_own_folders(folder: str) -> bool:
-    here, real = os.path.realpath(os.getcwd()), os.path.realpath(folder)
-    home = os.path.realpath(os.path.expanduser("~"))
+    real, here, home = map(os.path.realpath, (folder, os.getcwd(), os.path.expanduser("~")))
     return any(place == real or place.startswith(real.rstrip(os.sep) + os.sep) for place in (here, home))

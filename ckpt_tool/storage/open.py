@@ -7,15 +7,15 @@ import re
 
 from ckpt_tool.errors import NotFound
 from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.store import Listing, Store
-from ckpt_tool.storage.tar import SUFFIXES, open_tar
 from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of
 
 __all__ = ["is_local", "join_url", "local_path", "open_payload", "open_store"]
 
+_ARCHIVES = (".tar", ".nemo")
+"""Names of files that are looked into."""
 # pathlib folds the slashes of a URL: Path("s3://b/x") is "s3:/b/x".
-_FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)")
+_FOLDED_URL = r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)"
 
 
 def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
@@ -57,8 +57,10 @@ def open_payload(url: str | os.PathLike[str]) -> Store:
 
 def _looked_into(store: Store, name: str) -> Store:
     """The store itself, or the archive that the file is which was named."""
-    if not name.endswith(SUFFIXES):
+    if not name.endswith(_ARCHIVES):
         return store
+    from ckpt_tool.storage.tar import open_tar
+
     return open_tar(store, store.listing()) or store
 
 
@@ -80,7 +82,7 @@ def _open_remote(url: str) -> Store:
 
 
 def _hint(path: str) -> str | None:
-    folded = _FOLDED_URL.match(path)
+    folded = re.match(_FOLDED_URL, path)
     if folded is not None:
         return f"a URL has two slashes: {folded[1]}://{folded[2]}"
     if os.path.islink(path):
@@ -92,4 +94,6 @@ def _hint(path: str) -> str | None:
         names = os.listdir(folder)
     except OSError:  # a hint is worth no second failure
         return None
+    from ckpt_tool.storage.nearby import did_you_mean
+
     return did_you_mean(name, names) or f"{folder!r} is empty"

@@ -16,10 +16,8 @@ from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 from ckpt_tool.storage.urls import check_path, join_url
 
-__all__ = ["SUFFIXES", "TarStore", "open_tar"]
+__all__ = ["TarStore", "open_tar"]
 
-SUFFIXES = (".tar", ".nemo")
-"""Names of files that are looked into."""
 _BLOCK = 512
 _WINDOW_NBYTES = 256 << 10
 _MAX_MEMBERS = 2_000_000

@@ -6,27 +6,25 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
-from ckpt_tool.api.digest import digest_table
 from ckpt_tool.api.manifest_file import check_replaceable, manifest_beside, write_manifest
 from ckpt_tool.dtypes import DType
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.around import owners_of
-from ckpt_tool.engine.base import EngineOptions, Progress, RunReport
+from ckpt_tool.engine.base import EngineOptions, Progress, RunReport, TakenDigests
 from ckpt_tool.engine.run import run_plan
 from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import StorageError, Unsupported, UsageError
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, Writer, WriteRequest, WriterOptions
 from ckpt_tool.layout.mesh import Mesh
-from ckpt_tool.layout.origins import Origins
+from ckpt_tool.manifest.digest_table import DigestRow, DigestTable
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
 from ckpt_tool.manifest.tables import SECTIONS, FileTable, IntArray, TensorTable
 from ckpt_tool.plan.build import make_plan
-from ckpt_tool.plan.describe import plan_json
 from ckpt_tool.plan.model import Cast, Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
@@ -34,6 +32,9 @@ from ckpt_tool.storage.side_file import put_side_file
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 from ckpt_tool.storage.zeros import with_zeros
+
+if TYPE_CHECKING:
+    from ckpt_tool.layout.origins import Origins  # few conversions have any, and it costs 1 ms of start-up
 
 __all__ = [
     "Conversion",
@@ -150,6 +151,8 @@ class Conversion:
 
     def plan_json(self) -> Iterator[str]:
         """Lines of the plan as JSON, see ``plan.describe``."""
+        from ckpt_tool.plan.describe import plan_json
+
         return plan_json(self.plan)
 
     def save_plan(self, url: str) -> None:
@@ -206,7 +209,7 @@ class Conversion:
         if self.asks_to_share and not report.shared_nbytes:
             notes += (_NOTHING_SHARED,)
         if manifest_url is not None and report.digests is not None:
-            table = digest_table(self.layout.manifest, report.digests)
+            table = _digest_table(self.layout.manifest, report.digests)
             write_manifest(table, manifest_url)
             n_bare = len(self.layout.manifest.tensors) - len(table.rows)
             notes += (
@@ -361,6 +364,16 @@ def manifest_url_for(target_url: str | os.PathLike[str], wanted: str | os.PathLi
     if wanted is None:
         return None
     return manifest_beside(target_url) if wanted == "beside" else os.fspath(wanted)
+
+
+def _digest_table(manifest: Manifest, taken: TakenDigests) -> DigestTable:
+    """The digests that were taken on the way, as a table of the target that ``manifest`` describes."""
+    tensors = manifest.tensors
+    rows = tuple(
+        DigestRow(tensors.fqns[row], SECTIONS[tensors.section[row]], digest) for row, digest in taken.tensors.items()
+    )
+    originals = tuple(DigestRow(meta.fqn, meta.section, digest) for meta, digest in taken.originals)
+    return DigestTable(manifest.format, rows, originals=originals)
 
 
 def _buffer_bytes(plan: Plan, n_workers: int) -> int:

@@ -19,10 +19,10 @@ from ckpt_tool.sizes import counted
 __all__ = ["Carried", "by_name", "carry_rank_state", "without"]
 
 # torchtitan: `dataloader.dp_rank_3`; Megatron and others: `rng_state.rank_3`, `rng.rank3`; this tool: `name@rank3`.
-_RANK_STATE = re.compile(
+_RANK_STATE = (
     r"(?:^|\.)(?:data_?loader|rng|rng_states?|random_states?)\b.*?(?:dp_)?rank_?(\d+)(?:\.|$)|@rank(\d+)(?:\.|$)"
 )
-_DATA = re.compile(r"(?:^|\.)data_?loader\b")
+_DATA = r"(?:^|\.)data_?loader\b"
 _OTHER = SECTIONS.index("other")
 
 
@@ -116,11 +116,11 @@ def _of_rank(blob: Blob, number: int) -> Blob:
 
 
 def _is_data(fqn: str) -> bool:
-    return "dp_rank" in fqn or _DATA.search(fqn) is not None
+    return "dp_rank" in fqn or re.search(_DATA, fqn) is not None
 
 
 def _rank_in(fqn: str) -> int | None:
-    match = _RANK_STATE.search(fqn)
+    match = re.search(_RANK_STATE, fqn)
     return None if match is None else int(match[1] or match[2])
 
 

@@ -9,7 +9,6 @@ from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.unequal import apply_unequal, parse_unequal, settle_unequal
 from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.errors import CoverageError, Unsupported
-from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.select import OF_TYPES, matching, select
@@ -46,6 +45,8 @@ def no_tensors(blobs: Sequence[Blob], taken: Manifest) -> list[Dropped]:
     Raises:
         Unsupported: there are no tensors but those inside of objects.
     """
+    from ckpt_tool.formats._pickle.walk import storages
+
     dropped = []
     for blob in blobs:
         held = len(storages(blob.value)) if blob.is_loaded else 0

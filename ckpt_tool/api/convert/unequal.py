@@ -16,7 +16,7 @@ from ckpt_tool.sizes import counted
 
 __all__ = ["UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
-_RULE = re.compile(r"(?:(?P<pattern>.+)=)?(?:first|concat:(?P<dim>\d))")
+_RULE = r"(?:(?P<pattern>.+)=)?(?:first|concat:(?P<dim>\d))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def parse_unequal(texts: str | Sequence[str] | None) -> tuple[UnequalRule, ...]:
     """
     rules = []
     for text in [texts] if isinstance(texts, str) else texts or ():
-        match = _RULE.fullmatch(text)
+        match = re.fullmatch(_RULE, text)
         if match is None:
             raise UsageError(
                 f"--unequal {text!r} is no rule", hint="write first, concat:DIM, GLOB=first or GLOB=concat:DIM"

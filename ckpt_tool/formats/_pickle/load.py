@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import pickletools
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -164,6 +163,8 @@ class _Unpickler(pickle.Unpickler):
 
     def asking_offset(self) -> int:
         """The offset of the opcode that asked for the latest name: pickles have no jumps, so it is the n-th such."""
+        import pickletools  # for messages alone
+
         asking = (
             offset
             for opcode, _, offset in pickletools.genops(self._data)

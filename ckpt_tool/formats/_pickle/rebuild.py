@@ -32,7 +32,7 @@ _MAX_NUMEL = 1 << 62
 _INTEGERS = frozenset({int})
 _PACKED = frozenset({"quint4x2", "quint2x4"})
 # Protocol 0 writes a persistent id as its repr, which torch.load itself cannot take apart.
-_ID_AS_TEXT = re.compile(
+_ID_AS_TEXT = (
     r"\('storage', <class 'torch\.(?:\w+\.)*(\w{1,40})'>, '([^'\\]{1,200})', '([^'\\]{1,200})', (\d{1,18})(?:, None)?\)"
 )
 
@@ -43,7 +43,7 @@ def storage_from_id(persistent_id: object) -> StorageRef:
     Raises:
         FormatError: not such a tuple, nor its text, or not of plausible parts.
     """
-    if isinstance(persistent_id, str) and (said := _ID_AS_TEXT.fullmatch(persistent_id)) is not None:
+    if isinstance(persistent_id, str) and (said := re.fullmatch(_ID_AS_TEXT, persistent_id)) is not None:
         persistent_id = ("storage", Global("torch", said[1]), said[2], said[3], int(said[4]))
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
         raise FormatError("a persistent id that names no storage")

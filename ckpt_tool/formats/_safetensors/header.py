@@ -17,7 +17,6 @@ from typing import Any
 
 from ckpt_tool.dtypes import DTYPES, DType, from_safetensors, opaque
 from ckpt_tool.errors import FormatError, Unsupported
-from ckpt_tool.formats._content import content_of
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
@@ -106,6 +105,8 @@ def header_nbytes(head: bytes, file_nbytes: int, where: str) -> int:
             where=where,
             hint="the copy was cut; fetch or save the file again",
         )
+    from ckpt_tool.formats._content import content_of  # for this message alone
+
     found = content_of(head)
     if found is not None and found.what != "a safetensors file":
         raise FormatError(f"not a safetensors file but {found.what}", where=where, hint=found.fix)

@@ -7,7 +7,6 @@ from typing import Any
 
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats._collector import collector_paused
-from ckpt_tool.formats._dcp import objects
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata, rank_metadata
 from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats.base import Checksum, Probe, Source
@@ -80,6 +79,8 @@ class DcpReader:
 
     def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
         """All objects, those of ``rows`` loaded; one request per object at most, neighbours share one."""
+        from ckpt_tool.formats._dcp import objects  # many checkpoints have none
+
         return objects.load_blobs(source, manifest, rows)
 
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:

@@ -10,7 +10,6 @@ metadata of the first one's schema.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +65,7 @@ def sidecar_bytes(sidecar: Sidecar, metadata: bytes) -> bytes:
     described = {
         "schema": _SCHEMA,
         "metadata_nbytes": len(metadata),
-        "metadata_sha256": hashlib.sha256(metadata).hexdigest(),
+        "metadata_sha256": _sha256(metadata),
         "version": facts.version,
         "save_id": facts.save_id,
         "is_flattened": facts.is_flattened,
@@ -130,9 +129,7 @@ def read_sidecar(source: Source) -> Sidecar | str | None:
         described = json.loads((tensors.schema.metadata or {})[_KEY])
         if described["schema"] != _SCHEMA:
             return f"{ignored}: it is of schema {described['schema']}, expected {_SCHEMA}"
-        if described["metadata_nbytes"] != len(metadata) or (
-            described["metadata_sha256"] != hashlib.sha256(metadata).hexdigest()
-        ):
+        if described["metadata_nbytes"] != len(metadata) or (described["metadata_sha256"] != _sha256(metadata)):
             return f"{ignored}: {METADATA_NAME} is not the one that it was made of"
         files = pa.ipc.open_stream(stream).read_all()
         chunks = pa.ipc.open_stream(stream).read_all()
@@ -235,3 +232,9 @@ def _unfixed(column: Any, width: int) -> IntArray:
     # `values` and not `flatten`, which imports pyarrow.compute: 100 ms.
     flat = np.concatenate([chunk.values.to_numpy() for chunk in column.chunks] or [np.zeros(0, dtype=np.int64)])
     return flat.reshape(n, width)
+
+
+def _sha256(metadata: bytes) -> str:
+    import hashlib  # 3 ms of start-up, and few checkpoints have a sidecar
+
+    return hashlib.sha256(metadata).hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tool.formats._split_names import index_names
 from ckpt_tool.storage.store import Listing
 
 __all__ = [
@@ -48,4 +47,6 @@ def plain_paths(listing: Listing) -> tuple[str, ...]:
 
 def index_paths(listing: Listing) -> tuple[str, ...]:
     """Index files at the top; only the one that was named."""
+    from ckpt_tool.formats._split_names import index_names  # for readers alone: names are asked for by writers too
+
     return index_names(listing.paths, "safetensors")
