@@ -12,7 +12,7 @@ import pytest
 import typer
 import typer.main
 
-from ckpt_tool.cli.app import app
+from ckpt_tool.cli.commands import app
 from tests.console import Example, console_examples, install_program, matches, run_example
 
 REPOSITORY = Path(__file__).parent.parent

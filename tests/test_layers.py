@@ -89,7 +89,7 @@ def test_top_level_is_exact() -> None:
     assert top_level_entries() == TOP_LEVEL
 
 
-@pytest.mark.parametrize("module", ["ckpt_tool", "ckpt_tool.cli.app"])
+@pytest.mark.parametrize("module", ["ckpt_tool", "ckpt_tool.cli.commands"])
 def test_start_up_is_light(module: str) -> None:
     """The package root and the command line load none of the heavy packages."""
     assert modules_loaded_by(module) & set(HEAVY) == set()

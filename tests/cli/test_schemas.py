@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tool.cli.app import COMMANDS, main
+from ckpt_tool.cli.app import main
+from ckpt_tool.cli.commands import COMMANDS
 
 SCHEMA = re.compile(r"ckpt-tool/[a-z]+/[1-9]\d*")
 CALLS = {
