@@ -81,7 +81,7 @@ def _quick(cls: type, kinds: Mapping[str, str], defaults: Mapping[str, Any], opt
         "__match_args__": tuple(kinds),
     }
     if has_eq:
-        methods["__eq__"] = _comparison(operator.eq, compared)
+        methods["__eq__"] = _equality(compared)
         if made.__dict__.get("__hash__") is None:  # Python puts None there for a class with an __eq__ of its own
             made.__hash__ = _hash_of(compared) if is_frozen else None  # type: ignore[assignment,method-assign]
     if options.get("order", False):
@@ -224,6 +224,11 @@ def _comparison(compare: Callable[[Any, Any], bool], names: Sequence[str]) -> Ca
         return compare(tuple([getattr(self, k) for k in names]), tuple([getattr(other, k) for k in names]))
 
     return compared
+
+
+def _equality(names: Sequence[str]) -> Callable[[Any, object], Any]:
+    compared = _comparison(operator.eq, names)
+    return lambda self, other: other is self or compared(self, other)
 
 
 def _hash_of(names: Sequence[str]) -> Callable[[Any], int]:

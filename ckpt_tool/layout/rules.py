@@ -31,6 +31,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, cast, get_args
 
 from ckpt_tool.errors import LayoutError
@@ -49,6 +50,9 @@ Kind = Literal[
     "expert", "expert_column", "expert_row", "expert_fused",
 ]  # fmt: skip
 Part = int | Literal["in", "*"]
+
+_shard = cache(Shard)
+"""One record for each dimension: equal layouts of many tensors are told by identity."""
 
 _RULE_KEYS = {"match", "kind", "dim", "parts", "stage", "layer", "expert"}
 _FAMILY_KEYS = {"name", "layer_pattern", "detect"}
@@ -79,9 +83,9 @@ class Rule:
         if dim is not None and dim >= len(shape):
             raise LayoutError(f"rule {self.pattern.pattern!r} cuts dimension {dim}, the tensor has {len(shape)}")
         return TensorLayout(
-            tp=Replicate() if dim is None else Shard(dim),
+            tp=Replicate() if dim is None else _shard(dim),
             parts=() if dim is None else self._part_sizes(shape, dim),
-            ep=Shard(0) if is_stacked else Replicate(),
+            ep=_shard(0) if is_stacked else Replicate(),
             expert=expert if self.kind.startswith("expert") else None,
             stage=self.stage or ("layer" if layer is not None else "all"),
             layer=layer,

@@ -5,6 +5,7 @@ It is told from names alone, by the table below; nothing depends on it but selec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from ckpt_tool.manifest.model import KeyPath
@@ -69,11 +70,12 @@ def section_of(path: KeyPath, fqn: str) -> Section:
     >>> section_of(("rng", "torch"), "rng.torch"), section_of((), "app.optim.state.0.step")
     ('other', 'optimizer')
     """
-    keys = path if len(path) > 1 else tuple(fqn.replace("/", ".").split("."))
-    first, *below = (str(key).lower() for key in keys)
-    if first in _WRAPPERS and below:
-        first, *below = below
+    keys: Sequence[object] = path if len(path) > 1 else fqn.replace("/", ".").split(".")
+    first = str(keys[0]).lower()
+    if first in _WRAPPERS and len(keys) > 1:
+        keys = keys[1:]
+        first = str(keys[0]).lower()
     found = _FIRST_KEYS.get(first.rstrip("0123456789").rstrip("_"))
     if found is not None and found != "model":
         return found
-    return "optimizer" if below and below[-1] in _STATE_KEYS else "model"
+    return "optimizer" if len(keys) > 1 and str(keys[-1]).lower() in _STATE_KEYS else "model"

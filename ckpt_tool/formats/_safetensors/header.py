@@ -313,7 +313,11 @@ def build_header(
 
 def _is_text(name: str) -> bool:
     """Whether it has a UTF-8 form: half of a surrogate pair, which a pickle can hold, has none."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _place_in_block(entries: Sequence[Entry], origins: Mapping[str, int]) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayOut
 from ckpt_tool.formats.safetensors.names import SUFFIX, rank_file
 from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, box_fields, rank_metadata
-from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, MeshInfo
+from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, MeshInfo, TensorMeta
 from ckpt_tool.manifest.plain import to_plain
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.sizes import counted
@@ -50,10 +51,11 @@ class RankFilesWriter(PlainEntries):
         offset, length = np.zeros(n, np.int64), np.zeros(n, np.int64)
         segments, entries = [], []
         by_rank = _rows_by_rank(request)
+        record = cache(request.tensors.record)  # most tensors lie on many ranks
         for rank in range(request.world_size):
             path = rank_file(rank)
             rows = by_rank[rank]
-            described, fields = _describe(request, rows, adds_empty=rank == 0)
+            described, fields = _describe(request, rows, record, adds_empty=rank == 0)
             metadata = rank_metadata(
                 rank=rank,
                 world_size=request.world_size,
@@ -94,7 +96,8 @@ class RankFilesWriter(PlainEntries):
             Unsupported: a box of a sub-byte type does not end on a byte.
         """
         order = _stored_order(tensors, boxes)
-        described, fields = _describe(WriteRequest(tensors, boxes, world_size), order, adds_empty=True)
+        request = WriteRequest(tensors, boxes, world_size)
+        described, fields = _describe(request, order, tensors.record, adds_empty=True)
         metadata = rank_metadata(rank=rank, world_size=world_size, axes=(), mesh_sizes=(), boxes=fields)
         data, header = build_header(described, metadata)
         path = rank_file(rank)
@@ -152,13 +155,13 @@ def _stored_order(tensors: TensorTable, boxes: BoxTable) -> IntArray:
 
 
 def _describe(
-    request: WriteRequest, rows: IntArray, *, adds_empty: bool
+    request: WriteRequest, rows: IntArray, record: Callable[[int], TensorMeta], *, adds_empty: bool
 ) -> tuple[list[tuple[str, DType, tuple[int, ...]]], dict[str, dict[str, Any]]]:
     """``(entries, ckpt.boxes)`` of one rank's file."""
     described: list[tuple[str, DType, tuple[int, ...]]] = []
     fields: dict[str, dict[str, Any]] = {}
     for tensor, offsets, sizes in _boxes(request, rows, adds_empty=adds_empty):
-        meta = request.tensors.record(tensor)
+        meta = record(tensor)
         stored = _free_name(meta.fqn, fields, request)
         numel = prod(sizes)
         if numel * meta.dtype.bits % 8:
