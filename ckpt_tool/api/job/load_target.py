@@ -96,8 +96,8 @@ def target_of(live: LiveState, manifest: Manifest, match: Match) -> Target:
             if box is not None and box.volume:
                 places.append((number, position, row, box))
                 filled += leaf.dtype.nbytes(box.volume)
-    present = sorted({row for row in match.rows if row >= 0})  # also those of which this rank holds nothing
-    empty = np.zeros((len(present), 1 + 2 * width), dtype=np.int64)
-    empty[:, 0] = present
+    absent = sorted({row for row in match.rows if row >= 0} - {row for _, _, row, _ in places})
+    empty = np.zeros((len(absent), 1 + 2 * width), dtype=np.int64)
+    empty[:, 0] = absent
     rows = np.concatenate([box_rows([(row, box) for _, _, row, box in places], width), empty])
     return Target(match, tuple(places), rows, filled)
