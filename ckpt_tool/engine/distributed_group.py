@@ -198,13 +198,26 @@ class Group:
         self.all_to_all(received, sent, splits, splits)
         return (time.perf_counter() - begun) / (share * max(self.size - 1, 1))
 
+    def begin_row(self, row: Sequence[int]) -> Callable[[], npt.NDArray[np.int64]]:
+        """As `gather_row`, of ranks that have not failed; what is returned waits for the others, to be called once."""
+        gathered = self._begin_gather(np.array(row, dtype=np.int64))
+        return lambda: gathered().reshape(self.size, -1)
+
     def _all_gather(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self._begin_gather(numbers)()
+
+    def _begin_gather(self, numbers: npt.NDArray[np.int64]) -> Callable[[], npt.NDArray[np.int64]]:
         mine = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
         everyone = torch.empty(self.size * len(numbers), dtype=torch.int64, device=self.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        self._wait(gather(everyone, mine, group=self._group, async_op=True))
-        found: npt.NDArray[np.int64] = everyone.cpu().numpy()
-        return found
+        work = gather(everyone, mine, group=self._group, async_op=True)
+
+        def heard() -> npt.NDArray[np.int64]:
+            self._wait(work)
+            found: npt.NDArray[np.int64] = everyone.cpu().numpy()
+            return found
+
+        return heard
 
     def _wait(self, work: Any) -> None:
         if work is None:

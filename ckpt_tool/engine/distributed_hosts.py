@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,24 +21,43 @@ from ckpt_tool.records import dataclass
 __all__ = ["NO_OFFER", "Hosts", "Offer", "Published", "Segments", "hosts_of", "offer", "open_segments", "published"]
 
 
-@dataclass(frozen=True)
 class Hosts:
-    """Which ranks of a group share a host."""
+    """Which ranks of a group share a host; waits for the other ranks when it is asked about them for the first time."""
 
-    rank: int
-    key: tuple[int, ...]
-    """One per rank, equal for ranks of one host."""
-    pid: tuple[int, ...]
-    """Process of each rank, as its own host counts."""
+    def __init__(self, rank: int, ask: Callable[[], IntArray]) -> None:
+        self.rank = rank
+        self._ask: Callable[[], IntArray] | None = ask
+        self.key: tuple[int, ...] = ()
+        """One per rank, equal for ranks of one host, once heard."""
+        self.pid: tuple[int, ...] = ()
+        """Process of each rank, as its own host counts, once heard."""
+
+    def hear(self) -> None:
+        """Wait for what the other ranks say, where that was not done yet.
+
+        Raises:
+            StorageError: some rank is gone.
+        """
+        if self._ask is not None:
+            ask, self._ask = self._ask, None
+            keys, pids = ask().T.tolist()
+            self.key, self.pid = tuple(keys), tuple(pids)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank does what one rank does for all of its host. The first of all need not ask the others."""
+        return not self.rank or self.rank == self.leader
 
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Ranks of this rank's host, ascending."""
+        self.hear()
         return tuple(rank for rank, key in enumerate(self.key) if key == self.key[self.rank])
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each host."""
+        self.hear()
         by_key: dict[int, list[int]] = {}
         for rank, key in enumerate(self.key):
             by_key.setdefault(key, []).append(rank)
@@ -46,25 +65,31 @@ class Hosts:
 
     @property
     def leader(self) -> int:
-        """The first rank of this rank's host, which does what one rank does for all of its host."""
+        """The first rank of this rank's host."""
         return self.here[0]
 
     def ended(self) -> list[int]:
-        """Ranks of this host whose process is gone."""
-        return [rank for rank in self.here if rank != self.rank and shared_memory.has_ended(self.pid[rank])]
+        """Ranks of this host whose process is gone, as far as they have been heard of."""
+        known = [rank for rank in self.here if rank != self.rank] if self.key else []
+        return [rank for rank in known if shared_memory.has_ended(self.pid[rank])]
 
 
 _KNOWN: WeakKeyDictionary[Any, Hosts] = WeakKeyDictionary()
 
 
 def hosts_of(group: Group) -> Hosts:
-    """The hosts of a group; one collective the first time that a process group is asked about."""
+    """The hosts of a group; one collective the first time that a process group is asked about.
+
+    The first rank does not wait for it yet: it has metadata to read, which the others wait for.
+    """
+    own = [shared_memory.host_key(), os.getpid()]
     if group.size == 1:
-        return Hosts(0, (0,), (os.getpid(),))
+        return Hosts(0, lambda: np.array([own], dtype=np.int64))
     known = _KNOWN.get(group.process_group)
     if known is None:
-        rows = group.gather_row([shared_memory.host_key(), os.getpid()])
-        known = Hosts(group.rank, tuple(rows[:, 0].tolist()), tuple(rows[:, 1].tolist()))
+        known = Hosts(group.rank, group.begin_row(own))
+        if group.rank:
+            known.hear()
         _KNOWN[group.process_group] = known
     group.watch(known.ended)
     return known

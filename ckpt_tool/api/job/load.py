@@ -177,6 +177,9 @@ class _Loading:
             has_more = live is not None and bool(live.finish)
             if failure is None and known is None:  # which all ranks will hear of, and so plan
                 _, failure = _attempt(lambda: self._prepare(live, shared))
+            hosts.hear()
+            if failure is None and known is None:
+                _, failure = _attempt(shared.offer)
             row = [has_values, has_more, known.fingerprint if known is not None else 0, *shared.row]
             heard = self._group.gather_row(row, failure)
             any_values = bool(heard[:, 0].any())

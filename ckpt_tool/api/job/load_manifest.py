@@ -65,7 +65,7 @@ class SharedManifest:
     @property
     def is_leader(self) -> bool:
         """Whether this rank reads metadata."""
-        return self._hosts.rank == self._hosts.leader
+        return self._hosts.is_leader
 
     @property
     def stamp(self) -> Stamp | None:
@@ -85,7 +85,7 @@ class SharedManifest:
         return stamp_of(listing) == stamp
 
     def prepare(self, wanted: Wanted, *, with_values: bool) -> None:
-        """Read the metadata, on a leader, before the other ranks are heard.
+        """Read the metadata, on a leader, before the other ranks are heard; then `offer` it.
 
         Args:
             wanted: asked here.
@@ -94,7 +94,7 @@ class SharedManifest:
         Raises:
             CkptError: metadata could not be read; on this rank alone.
         """
-        self._make_offer(lambda: self._read(wanted, with_values=with_values))
+        self._make(lambda: self._read(wanted, with_values=with_values))
         self._prepared = _WITH_VALUES if with_values else _TENSORS
 
     @property
@@ -203,21 +203,29 @@ class SharedManifest:
         self._made, failure = None, None
         if self.is_leader:
             try:
-                self._make_offer(make)
+                self._make(make)
+                self.offer()
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 failure = error
         row = NO_OFFER if failure is not None or self._offer is None else self._offer.row
         self._hear(self._group.gather_row(row, failure))
 
-    def _make_offer(self, make: Callable[[], Manifest]) -> None:
+    def _make(self, make: Callable[[], Manifest]) -> None:
         self._close_offer()
         self._made = None
-        self._made = made = make()
-        if self._group.size == 1:
+        self._made = make()
+
+    def offer(self) -> None:
+        """Lay what a leader has read by now where the others of its host can map it; nothing where nothing was read.
+
+        Raises:
+            StorageError: there is no memory for it; on this rank alone.
+        """
+        if self._group.size == 1 or self._made is None:
             return
         from ckpt_tool.engine.distributed_hosts import offer
 
-        parts = to_packed(made)
+        parts = to_packed(self._made)
         digest = hashlib.blake2b(digest_size=8)
         for part in parts:
             digest.update(np.frombuffer(part, dtype=np.uint8).data)
