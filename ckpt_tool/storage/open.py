@@ -84,7 +84,8 @@ def _open_remote(url: str) -> Store:
 def _hint(path: str) -> str | None:
     folded = re.match(_FOLDED_URL, path)
     if folded is not None:
-        return f"a URL has two slashes: {folded[1]}://{folded[2]}"
+        slash = "/" if is_local(f"{folded[1]}://") else ""  # behind the name of a machine, which is left out
+        return f"a URL has two slashes: {folded[1]}://{slash}{folded[2]}"
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)!r}, which does not exist"
     folder, name = os.path.split(os.path.abspath(path))

@@ -33,7 +33,7 @@ def open_remote(url: str) -> tuple[Any, str]:
         fs, root = url_to_fs(url)
     except ImportError as error:
         raise UsageError(
-            f"the client for {scheme}:// is not installed", where=shown(url), hint=_remedy(scheme)
+            f"the client for {scheme}:// is not installed", where=shown(url), hint=_remedy(scheme) or first_line(error)
         ) from error
     except ValueError as error:
         hint = "use a path, or a URL that fsspec knows (s3://, gs://, hdfs://, https:// ...)"
@@ -71,7 +71,8 @@ def modified_of(info: Mapping[str, Any]) -> float | None:
     return None
 
 
-def _remedy(scheme: str) -> str:
+def _remedy(scheme: str) -> str | None:
+    """What to install, where fsspec says it only in general."""
     if scheme in _EXTRAS:
         return f'pip install "ckpt-tool[{_EXTRAS[scheme]}]"'
-    return f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else "install the package that fsspec asks for"
+    return f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else None
