@@ -23,6 +23,13 @@ def test_every_exported_name_resolves() -> None:
         getattr(ckpt_tool, "nothing")  # noqa: B009 - the lookup is what is tested
 
 
+def test_unknown_keywords_are_refused(tmp_path: Path) -> None:
+    """Those that conversions share are checked as those of a signature are."""
+    for plan in (ckpt_tool.plan_export, ckpt_tool.plan_reshard):
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'overwritten'"):
+            plan(SOURCE, tmp_path / "out", overwritten=True)
+
+
 def test_open_is_a_lazy_mapping() -> None:
     """Names, shapes, numpy slicing with the right bytes, objects, torch tensors on request."""
     with ckpt_tool.open(SOURCE) as checkpoint:

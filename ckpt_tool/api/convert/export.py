@@ -6,19 +6,17 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
     Dropped,
-    Execution,
     build_conversion,
     cast_model,
-    manifest_url_for,
     wanted_dtype,
     whole_boxes,
 )
@@ -26,11 +24,10 @@ from ckpt_tool.api.convert.hf_names import names_options, with_hf_names
 from ckpt_tool.api.convert.masters import of_masters
 from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
+from ckpt_tool.api.convert.running import Running, check_running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.tied import without_tied
-from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
@@ -39,6 +36,9 @@ from ckpt_tool.layout.views import View
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.storage.apart import check_apart
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["export", "prepare_export"]
 
@@ -84,13 +84,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     unequal: str | Sequence[str] | None = None,
     max_shard_nbytes: int | None = None,
     share_blocks: bool = False,
-    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
-    n_workers: int | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    durable: bool = True,
-    digest: str | os.PathLike[str] | None = "beside",
-    share: Share | None = None,
+    **running: Unpack[Running],
 ) -> Conversion:
     """Plan an export; nothing is written yet.
 
@@ -118,18 +112,13 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         max_shard_nbytes: start a new file before this many bytes.
         share_blocks: pad headers of safetensors so that most tensors have the place within a block that they have in
             the source's files; XFS and Btrfs then share the blocks, as they do where places agree by chance.
-        memory_budget_bytes: bound for all buffers.
-        n_workers: threads, None for a number that suits the machine.
-        overwrite: replace what is at the target.
-        resume: go on with an unfinished target.
-        durable: fsync before the target gets its name.
-        digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
-            a URL, None for nowhere.
-        share: which part of the work is this process's, where several were started with equal arguments.
+        **running: memory, threads, overwriting and the like, see ``Running``.
 
     Raises:
         CkptError: see ``errors``; anything that would be lost silently is refused instead.
     """
+    check_running(running, "prepare_export")
+    execution = execution_of(target, running)
     writer = writer_named(to or _by_suffix(target))
     to = writer.name
     if writer.per_rank and to not in _WHOLE_ON_ONE_RANK:
@@ -139,7 +128,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     if share_blocks and to != "safetensors":
         raise UsageError(f"{to} has no header that can be padded", hint="leave out --share-blocks")
     check_apart(source, target)
-    checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
+    checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     selection = select_tensors(
         checkpoint,
         include=include,
@@ -197,15 +186,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         options=WriterOptions(
             max_shard_nbytes=max_shard_nbytes, origins=_first_bytes(manifest) if share_blocks else {}
         ),
-        execution=Execution(
-            memory_budget_bytes,
-            moving_workers(n_workers),
-            overwrite,
-            resume,
-            durable,
-            manifest_url_for(target, digest),
-            share,
-        ),
+        execution=execution,
         origins=origins_of(before, views) if views and not masters else None,
         companions=companions,
     )

@@ -6,29 +6,26 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
-    Execution,
     build_conversion,
     cast_model,
-    manifest_url_for,
     wanted_dtype,
     whole_boxes,
 )
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
+from ckpt_tool.api.convert.running import Running, check_running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.stored_boxes import Storing, stored_boxes
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.api.rules import rules_for
-from ckpt_tool.api.workers import moving_workers
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.engine.team import Share
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import (
     ArrangingWriter,
@@ -47,6 +44,9 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.apart import check_apart
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["prepare_reshard", "reshard"]
 
@@ -87,14 +87,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     arguments: Mapping[str, Any] | None = None,
     mcore_version: str | None = None,
     zero_stage: int | None = None,
-    memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
-    n_workers: int | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    durable: bool = True,
-    digest: str | os.PathLike[str] | None = "beside",
-    share: Share | None = None,
     sidecar: bool | None = None,
+    **running: Unpack[Running],
 ) -> Conversion:
     """Plan a reshard; nothing is written yet.
 
@@ -136,20 +130,15 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         arguments: arguments of the Megatron run that is to load the target, over those of the source.
         mcore_version: the version of megatron-core that is to load the target; None for the newest known.
         zero_stage: ``deepspeed``: what data-parallel ranks share out, 1 to 3; None as in the source.
-        memory_budget_bytes: bound for all buffers.
-        n_workers: threads, None for a number that suits the machine.
-        overwrite: replace what is at the target.
-        resume: go on with an unfinished target.
-        durable: fsync before the target gets its name.
-        digest: where to record what each tensor holds, on the way: ``beside`` (``TARGET.digests.json``), a path or
-            a URL, None for nowhere.
-        share: which part of the work is this process's, where several were started with equal arguments.
         sidecar: to dcp, the metadata once more as Arrow columns; None where there are many chunks.
+        **running: memory, threads, overwriting and the like, see ``Running``.
 
     Raises:
         LayoutError: names that no rule covers, or a mesh that does not fit.
         CkptError: see ``errors``.
     """
+    check_running(running, "prepare_reshard")
+    execution = execution_of(target, running)
     writer = writer_named(to)
     target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
     if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
@@ -165,7 +154,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     if zero_stage is not None and writer.name != "deepspeed":
         raise UsageError(f"{to} has no stages of ZeRO", hint="leave out --zero-stage, or write --to deepspeed")
     check_apart(source, target)
-    checkpoint = open_checkpoint(source, memory_budget_bytes=memory_budget_bytes)
+    checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
         sections = ("model",) if to in _WEIGHTS_ALONE else None
@@ -240,15 +229,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             dropped=(*dropped, *carried.dropped),
             notes=notes,
             options=options,
-            execution=Execution(
-                memory_budget_bytes,
-                moving_workers(n_workers),
-                overwrite,
-                resume,
-                durable,
-                manifest_url_for(target, digest),
-                share,
-            ),
+            execution=execution,
         )
         opened.pop_all()  # it stays open for the run
         return conversion
