@@ -41,16 +41,20 @@ class CkptError(Exception):
     Attributes:
         where: file (and byte offset) or tensor that is wrong, or None.
         hint: the next thing to do or to type, or None.
+        files: files that are missing, relative to the checkpoint, where ``where`` names another place.
         exit_code: what the ``ckpt`` command returns for it.
     """
 
     exit_code: int = 3
 
-    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, files: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.where = where
         self.hint = hint
+        self.files = files
 
     def __str__(self) -> str:
         """The message with its place in front, without the hint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ _EXAMPLES = 3
 _OF_RANGES = frozenset({"crc-mismatch", "unreadable"})
 _NOT_FETCHED = frozenset({"nan", "duplicate-tensor", "different-replicas", "lost-data"})
 """What another copy of the file would have too, and what follows from another finding."""
+_MISSED = frozenset({"missing-file", "missing-rank-file", "missing-shard", "no-index", "unreadable-companion"})
+"""Warnings about files that another copy may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,13 @@ class VerifyReport:
         """Bytes to fetch again, a range by its first byte; length 0 is the whole file, -1 all from the offset on.
 
         What errors place in a file: a payload's range where its checksum is wrong, the rest of a file that was cut, and
-        the whole file for all else.
+        the whole file for all else; and files that warnings call missing.
         """
         found: dict[str, list[FileRange]] = {}
         for finding in self.findings:
             where = finding.where
-            if finding.severity is not Severity.ERROR or where is None or finding.kind in _NOT_FETCHED:
+            is_meant = finding.severity is Severity.ERROR or finding.kind in _MISSED
+            if not is_meant or where is None or finding.kind in _NOT_FETCHED:
                 continue
             own = found.setdefault(where.path, [])
             if finding.kind in _OF_RANGES:
@@ -79,6 +83,10 @@ class VerifyReport:
                 own.append(FileRange(where.path, where.offset, -1))
             else:
                 own.append(FileRange(where.path, 0, 0))
+        stars = [path for path in found if "*" in path]
+        for star in stars:  # what is not known of a name, unless it is
+            if len(fnmatch.filter(found, star)) > 1:
+                del found[star]
         return tuple(each for path in sorted(found) for each in _merged(found[path]))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.checks.absent import absent_findings
+from ckpt_tool.checks.companions import companion_findings
 from ckpt_tool.checks.coverage import coverage_findings
 from ckpt_tool.checks.extents import Extents, extent_findings, length_findings, loss_findings, measure
 from ckpt_tool.checks.optimizer import optimizer_findings
@@ -18,7 +19,7 @@ __all__ = ["structure_findings"]
 
 
 def structure_findings(manifest: Manifest, listing: Listing, extents: Extents | None = None) -> Iterator[Finding]:
-    """Files, extents, coverage, absent weights, shared bytes and optimizer state of a manifest; reads nothing.
+    """Files, extents, coverage, absent weights, shared bytes, optimizer state and companions; reads nothing.
 
     Args:
         manifest: chunks may be unresolved; their container items are then what is judged.
@@ -33,4 +34,5 @@ def structure_findings(manifest: Manifest, listing: Listing, extents: Extents | 
     yield from absent_findings(manifest)
     yield from sharing_findings(manifest, extents.has_chunk)
     yield from stray_findings(manifest, listing)
+    yield from companion_findings(manifest, listing)
     yield from optimizer_findings(manifest)

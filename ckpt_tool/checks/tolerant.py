@@ -88,7 +88,4 @@ def _read(reader: Reader, source: Source, first: FormatError | None) -> Manifest
 
 def _named_file(error: FormatError, listing: Listing) -> str | None:
     """The file of the listing that an error is about; None where the user named one file, which is all."""
-    if listing.entry is not None or error.where is None:
-        return None
-    named = [path for path in listing.sizes if f"{error.where}:".startswith(f"{path}:")]
-    return max(named, key=len, default=None)
+    return None if listing.entry is not None else listing.named(error.where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.sizes import counted, parse_bytes
 
 if TYPE_CHECKING:
-    from ckpt_tool.checks.report import VerifyReport
+    from ckpt_tool.api.trust.fetch import FetchPlan
 
 EXAMPLES = (
     "ckpt verify run/step-500 --full",
@@ -117,7 +117,7 @@ def verify(
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,
     groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}],
     unproven_files [without any recorded checksum].
-    With --plan-fetch: schema "ckpt-tool/fetch/1": fetch [{file, offset, length}], length null for the rest, both
+    With --plan-fetch: schema "ckpt-tool/fetch/1": fetch [{file, offset, length}], notes; length null for the rest, both
     for the whole file.
     With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown,
     borrowed.
@@ -134,15 +134,20 @@ def verify(
     if salvage:
         _salvage(sink, source, salvage, like=like, overwrite=overwrite, memory=memory, workers=workers)
         return
-    level = "quick" if quick else "full" if full else "default"
-    with progress_bar(sink, "checking") as moved:
-        report = check(
-            source, level=level, manifest=manifest, strip_prefixes=strip_prefix or (), require_all=require_all,
-            against=against, memory_budget_bytes=parse_bytes(memory), n_workers=workers, progress=moved,
-        )  # fmt: skip
+    options: dict[str, Any] = {
+        "level": "quick" if quick else "full" if full else "default", "manifest": manifest,
+        "strip_prefixes": strip_prefix or (), "require_all": require_all, "against": against,
+        "memory_budget_bytes": parse_bytes(memory), "n_workers": workers,
+    }  # fmt: skip
     if plan_fetch:
-        _show_fetch(sink, report)
+        from ckpt_tool.api.trust.fetch import plan_fetch as plan
+
+        with progress_bar(sink, "checking") as moved:
+            planned = plan(source, **options, progress=moved)
+        _show_fetch(sink, planned)
         return
+    with progress_bar(sink, "checking") as moved:
+        report = check(source, **options, progress=moved)
     if sink.mode == "human":
         sink.show(report_lines(report, width=sink.width, limit=limit or None))
     sink.json(report.to_json() if json else {})
@@ -194,31 +199,17 @@ def _check_options(
         raise UsageError("--salvage does not go with other kinds of verification")
 
 
-def _show_fetch(sink: Output, report: VerifyReport) -> None:
+def _show_fetch(sink: Output, plan: FetchPlan) -> None:
     """A line for each file or range to fetch again, whatever the mode: the list is the result."""
-    ranges = report.to_fetch()
     texts = [
         each.path if each.length == 0 else f"{each.path} {each.offset}-{each.end - 1 if each.length > 0 else ''}"
-        for each in ranges
+        for each in plan.ranges
     ]
     sink.show(line(text) for text in texts)
     sink.values(texts)
-    sink.json(
-        {
-            "schema": "ckpt-tool/fetch/1",
-            "fetch": [
-                {
-                    "file": each.path,
-                    "offset": each.offset if each.length else None,
-                    "length": each.length if each.length > 0 else None,
-                }
-                for each in ranges
-            ],
-        }
-    )
-    if not report.is_ok:
-        if not ranges:
-            sink.talk([line(Span("note: ", "yellow"), "no error that another copy of a file would mend")])
+    sink.json(plan.to_json())
+    sink.talk([line(Span("note: ", "yellow"), note) for note in plan.notes])
+    if not plan.is_ok:
         raise typer.Exit(_PROBLEMS_FOUND)
 
 

@@ -127,6 +127,10 @@ def config_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
             _read_json(source, path, notes)
             where = FileRange(path, 0, source.listing.nbytes(path))
             yield from (Finding("unreadable-companion", Severity.WARNING, note, where=where) for note in notes)
+    adapters = [path for path in manifest.files.paths if path.startswith("adapter_model.")]
+    if adapters and "adapter_config.json" not in source.listing and not source.listing.entry:
+        said = f"adapter_config.json is not here, without which no program knows what {adapters[0]} adapts"
+        yield Finding("missing-file", Severity.WARNING, said, where=FileRange("adapter_config.json", 0, 0))
     yield from model_findings(manifest)
     yield from _dtype_findings(manifest)
     yield from _tied_findings(source, manifest)

@@ -197,10 +197,12 @@ def _misplaced(index: Index, held: Held) -> Iterator[Finding]:
             continue
         if fqn in homes:
             said = f"{index.path} puts {fqn!r} into {path}, which lacks it; it is in {homes[fqn]}"
-            yield Finding("index-wrong-file", Severity.ERROR, said, fqn, FileRange(homes[fqn], 0, 0))
+            yield Finding("index-wrong-file", Severity.ERROR, said, fqn, FileRange(index.path, 0, 0))
         else:
             said = f"{index.path} puts {fqn!r} into {path}, which lacks it, and so does every other file"
-            yield Finding("index-ghost-tensor", Severity.ERROR, said, fqn, FileRange(path, 0, 0))
+            is_misspelt = any(name not in index.weight_map for name in held[path])
+            where = FileRange(index.path if is_misspelt else path, 0, 0)
+            yield Finding("index-ghost-tensor", Severity.ERROR, said, fqn, where)
 
 
 def _duplicates(index: Index, held: Held) -> Iterator[Finding]:

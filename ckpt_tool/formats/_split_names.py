@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ckpt_tool.records import dataclass
 
-__all__ = ["SplitName", "index_names", "missing_names", "missing_numbers", "split_name"]
+__all__ = ["SplitName", "index_beside", "index_names", "missing_names", "missing_numbers", "split_name"]
 
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})(?P<end>(?:\.\w+)?\.\w+)", re.ASCII)
 _INDEX = re.compile(r"[^/]*\.(?P<kind>\w+)\.index(?P<variant>\.[^/.]+)?\.json", re.ASCII)
@@ -78,6 +78,18 @@ def missing_numbers(numbers: Iterable[int], count: int, *, first: int = 1) -> li
     present = set(numbers)
     possible = range(first, first + min(count, len(present) + _MAX_MISSING))
     return [number for number in possible if number not in present][:_MAX_MISSING]
+
+
+def index_beside(paths: Iterable[str]) -> str:
+    """What the index of numbered files is called; the first set counts.
+
+    >>> index_beside(["model-00001-of-00002.safetensors", "x.bin"])
+    'model.safetensors.index.json'
+    """
+    families = [name.family for path in paths if (name := split_name(path)) is not None]
+    stem, _, end = min(families, default=("model", 1, ".safetensors"))
+    *variant, kind = end.strip(".").split(".")
+    return ".".join([stem, kind, "index", *variant, "json"])
 
 
 def index_names(paths: Iterable[str], kind: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ckpt_tool.manifest.merge import PartRows, merge_manifests, replace_chunks, 
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.subfolder import Subfolder, sublisting
+from ckpt_tool.storage.subfolder import Subfolder, places_below, sublisting
 
 __all__ = ["ACCELERATE", "VESCALE", "Bundle"]
 
@@ -68,7 +68,8 @@ class Bundle:
         return merged.replace(info=info, mesh=mesh, notes=notes)
 
     def _part(self, source: Source, folder: str) -> Manifest:
-        part = self.reader.read(_inside(source, folder))
+        with places_below(folder):
+            part = self.reader.read(_inside(source, folder))
         return part if self.named is None else self.named(folder, part)
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:

@@ -10,6 +10,7 @@ from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stan
 from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content, telling_files
 from ckpt_tool.formats.base import Probe, Reader, Source
 from ckpt_tool.formats.detect import SURE, TAKEN_ABOVE
+from ckpt_tool.formats.lacking import lacking_files
 from ckpt_tool.formats.registry import readers
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.above import broken_links, folders_above
@@ -20,6 +21,8 @@ __all__ = ["about_undetected"]
 
 _MAX_FOLDERS_TRIED = 64
 _SHOWN = 3
+_OF_THE_WHOLE = re.compile(r"\.snapshot_metadata|checkpoint_metadata\.json|pytorch_model_fsdp_\d+/\.metadata")
+"""Files that speak of all of a folder; others may be those of one checkpoint of several in it."""
 _DESCRIBING = (
     ".metadata",
     "metadata.pkl",
@@ -80,6 +83,15 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         return part
     telling = telling_files(source.listing.sizes)
     stand_in = next((path for path in telling if source.listing.nbytes(path) and _is_stand_in(source, path)), None)
+    lacking = lacking_files(source.listing.sizes)
+    if lacking and (stand_in is None or "/" in stand_in) and _OF_THE_WHOLE.fullmatch(lacking[0]):
+        return NotFound(
+            f"{lacking[0]} is missing, without which nothing tells what the other files hold: its save did not end, or "
+            "it was not copied",
+            where=url,
+            hint=f"fetch it; ckpt verify {url} --plan-fetch lists all",
+            files=tuple(lacking),
+        )
     inside = _checkpoints_below(source)
     if inside and (stand_in is None or "/" in stand_in):
         listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])

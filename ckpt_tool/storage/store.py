@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -63,6 +64,17 @@ class Listing:
         """
         depth = pattern.count("/")
         return tuple(p for p in self.paths if p.count("/") == depth and fnmatch.fnmatchcase(p, pattern))
+
+    def named(self, place: str | None) -> str | None:
+        """The file that a place such as an error's (``a/b.pt:64``) is in; None for a place that is in none.
+
+        >>> Listing("", {"a": 1, "a/b.pt": 1}).named("a/b.pt:64+8"), Listing("", {"a": 1}).named("ab")
+        ('a/b.pt', None)
+        """
+        if place is None:
+            return None
+        fronts = (place, *(place[: end.start()] for end in re.finditer(":", place)))
+        return next((path for path in fronts if path in self.sizes), None)
 
     def __contains__(self, path: object) -> bool:
         """Whether ``path`` is a file here (siblings of ``entry`` included)."""

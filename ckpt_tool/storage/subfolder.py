@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from ckpt_tool.errors import CkptError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 
-__all__ = ["Subfolder", "sublisting"]
+__all__ = ["Subfolder", "places_below", "sublisting"]
+
+
+@contextmanager
+def places_below(folder: str) -> Iterator[None]:
+    """Errors raised within name places relative to ``folder``; they leave with it in front."""
+    try:
+        yield
+    except CkptError as error:
+        if folder and error.where and "://" not in error.where and not error.where.startswith(("/", f"{folder}/")):
+            error.where = f"{folder}/{error.where}"
+        error.files = tuple(f"{folder}/{path}" if folder else path for path in error.files)
+        raise
 
 
 def sublisting(listing: Listing, folder: str) -> Listing:

@@ -29,6 +29,7 @@ from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.subset import only_files
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.sizes import counted
+from ckpt_tool.storage.subfolder import places_below
 
 __all__ = ["READER", "ByteCheckpointReader"]
 
@@ -70,6 +71,10 @@ class ByteCheckpointReader:
         location = locate(source)
         if location is None:
             raise NotFound("no model/.metadata and no global_step_<N>", where=source.listing.url)
+        with places_below(location.folder):
+            return self._read(source, location)
+
+    def _read(self, source: Source, location: Location) -> Manifest:
         step = within(source, location.folder)
         folders = [""] if location.is_section else list(location.sections)
         paths = [f"{folder}/{METADATA_NAME}".lstrip("/") for folder in folders]
@@ -124,10 +129,10 @@ class ByteCheckpointReader:
         step = within(source, manifest.info.get("folder", ""))
         ranks = set(_extra_files(step))
         missing = sorted(set(range(manifest.info.get("world_size") or 0)) - ranks) if ranks else []
-        if missing:
-            shown = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
-            message = f"{counted(len(missing), 'rank', 'have')} no file of extra state: {shown}"
-            yield Finding("missing-file", Severity.WARNING, message)
+        for rank in missing:
+            path = "/".join(filter(None, (manifest.info.get("folder"), EXTRA_STATE, f"extra_state_rank_{rank}.pt")))
+            message = f"rank {rank} has no file of extra state: {path}"
+            yield Finding("missing-file", Severity.WARNING, message, where=FileRange(path, 0, 0))
         yield from archive_findings(source, only_files(manifest, _is_extra(manifest)))
 
 
@@ -161,7 +166,8 @@ def _extra_state(step: Source, name: str) -> Manifest | None:
     if not ranks:
         return None
     inner = within(step, EXTRA_STATE)
-    opened = open_torch_files(inner, [path.rpartition("/")[2] for path in ranks.values()])
+    with places_below(EXTRA_STATE):
+        opened = open_torch_files(inner, [path.rpartition("/")[2] for path in ranks.values()])
     entries = [entries_of(file.root, prefix=(EXTRA_STATE,)) for file in opened]
     parts = [
         part_of(file, found, rank, is_per_rank=True) for file, found, rank in zip(opened, entries, ranks, strict=True)

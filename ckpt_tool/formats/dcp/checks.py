@@ -48,5 +48,8 @@ def metadata_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     ranks = {rank for path in metadata_paths(source) if (rank := rank_metadata(path)) is not None}
     for rank in sorted(set(range(max(ranks, default=-1) + 1)) - ranks)[:_NAMES_SHOWN]:
         yield Finding(
-            "missing-metadata", Severity.ERROR, f"__{rank}.metadata is missing: what rank {rank} wrote is unknown"
+            "missing-metadata",
+            Severity.ERROR,
+            f"__{rank}.metadata is missing: what rank {rank} wrote is unknown",
+            where=FileRange(f"__{rank}.metadata", 0, 0),
         )

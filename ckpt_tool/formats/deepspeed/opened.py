@@ -225,6 +225,7 @@ def open_models(source: Source, files: TagFiles) -> list[ModelState]:
             f"no model states, which name the parameters; missing files: {', '.join(expected[:4])}",
             where=source.listing.url,
             hint="fetch them too: they are small at stage 3 and hold the weights at stages 1 and 2",
+            files=tuple(expected),
         )
     opened = open_torch_files(source, [file.path for file in files.models])
     return [_model(found, file.mp, file.dp) for file, found in zip(files.models, opened, strict=True)]

@@ -31,12 +31,13 @@ from ckpt_tool.formats.megatron.flattened import shapes_before
 from ckpt_tool.formats.megatron.gathered import add_gathered, gathered_group
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import named
-from ckpt_tool.formats.megatron.location import TRACKER, Location, locate, places_below, within
+from ckpt_tool.formats.megatron.location import TRACKER, Location, locate, within
 from ckpt_tool.formats.megatron.run_config import facts_beside
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.sizes import counted, counted_of
+from ckpt_tool.storage.subfolder import places_below
 
 __all__ = ["READER", "MegatronDistReader"]
 

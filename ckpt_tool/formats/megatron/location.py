@@ -7,15 +7,14 @@ lie in ``iter_0000010`` or ``release`` beside it. Source: Megatron-LM ``training
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 
-from ckpt_tool.errors import CkptError, FormatError, NotFound
+from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
-__all__ = ["TRACKER", "Location", "iterations", "locate", "places_below", "within"]
+__all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
@@ -62,17 +61,6 @@ def iterations(paths: Iterable[str]) -> dict[str, list[str]]:
 def within(source: Source, folder: str) -> Source:
     """The files of a folder of the source, with paths relative to it; the source itself for the empty name."""
     return source if not folder else Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
-
-
-@contextmanager
-def places_below(folder: str) -> Iterator[None]:
-    """Errors raised within name places relative to ``folder``; they leave with it in front."""
-    try:
-        yield
-    except CkptError as error:
-        if folder and error.where and "://" not in error.where and not error.where.startswith(("/", f"{folder}/")):
-            error.where = f"{folder}/{error.where}"
-        raise
 
 
 def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], bool]) -> Location | None:

@@ -196,12 +196,15 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     n_absent = pp * n_saving - sum(rank is not None and rank < n_saving for rank in ranks.values())
     if n_absent:
         all_of_them = ((p, rank // etp % ep, rank % tp) for p in range(pp) for rank in range(n_saving))
-        stage, expert, tensor = next(coord for coord in all_of_them if coord not in coords)
+        absent = [coord for coord in all_of_them if coord not in coords]
+        stage, expert, tensor = absent[0]
+        names = [rank_folder(t, p, e, pp=pp, ep=ep) for p, e, t in absent]
         raise NotFound(
             f"{counted_of(n_absent, pp * n_saving, 'rank folder', 'are')} missing, such as tensor-parallel rank "
             f"{tensor} of stage {stage}" + (f" and expert-parallel rank {expert}" if ep > 1 else ""),
             where=folders[0].name,
             hint="copy the folders of all model-parallel ranks",
+            files=() if folders[0].is_nemo else tuple(f"{name}/{MODEL_FILE}" for name in names),
         )
     if (stated[0], stated[2]) not in ((pp, tp), (None, None), (None, tp), (pp, None)):
         raise LayoutError(f"folders of {tp} x {pp} ranks, the run's arguments say {stated[2]} x {stated[0]}")

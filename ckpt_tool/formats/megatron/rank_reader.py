@@ -19,7 +19,7 @@ from ckpt_tool.formats.megatron.common_state import Common, common_of
 from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import weight_name
-from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
+from ckpt_tool.formats.megatron.location import Location, locate, within
 from ckpt_tool.formats.megatron.nemo import CONFIG, facts_of_config
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
 from ckpt_tool.formats.megatron.rank_files import (
@@ -40,6 +40,7 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.above import folders_above
+from ckpt_tool.storage.subfolder import places_below
 
 __all__ = ["READER", "MegatronLegacyReader"]
 

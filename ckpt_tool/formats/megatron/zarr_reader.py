@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ckpt_tool.formats.megatron.common_state import COMMON_FILE, common_checksum
 from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
-from ckpt_tool.formats.megatron.location import Location, locate, places_below, within
+from ckpt_tool.formats.megatron.location import Location, locate, within
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -32,11 +33,13 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
+from ckpt_tool.storage.subfolder import places_below
 
 __all__ = ["READER", "MegatronZarrReader"]
 
 _ARRAY = "/.zarray"
 _OBJECT = re.compile(r"shard_[\d.]+_[\d.]+\.pt")
+_MAX_NAMED = 100
 _CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _MAX_ARRAY_NBYTES = 64 << 10
 _DTYPES = {
@@ -60,6 +63,12 @@ class _Array:
         for size, chunk in zip(self.shape, self.chunks, strict=True):
             count *= -(-size // chunk)
         return count
+
+    def lacking(self, offsets: Collection[tuple[int, ...]]) -> list[str]:
+        """Names of files of chunks that begin at none of ``offsets``; the first hundred."""
+        grid = (range(-(-size // chunk)) for size, chunk in zip(self.shape, self.chunks, strict=True))
+        absent = (i for i in product(*grid) if tuple(n * c for n, c in zip(i, self.chunks, strict=True)) not in offsets)
+        return [".".join(map(str, index)) or "0" for index in islice(absent, _MAX_NAMED)]
 
 
 class MegatronZarrReader:
@@ -113,6 +122,8 @@ class MegatronZarrReader:
         for file in inner.listing.match("*/*"):
             files_of.setdefault(file.partition("/")[0], []).append(file)
         metas, records, entries, missing = [], [], [], {}
+        below = f"{location.folder}/" if location.folder else ""
+        bare = [f"{below}{key}{_ARRAY}" for key, own in files_of.items() if key not in arrays and _are_chunks(own)]
         for key, array in arrays.items():
             fqn, path = named(key, prefix)
             metas.append(TensorMeta(fqn, array.dtype, array.shape, section_of(path, fqn), path))
@@ -120,7 +131,7 @@ class MegatronZarrReader:
             records += [chunk for chunk in found if chunk.box.volume]
             entries += [FileEntry(chunk.where.path, inner.listing.nbytes(chunk.where.path)) for chunk in found]
             if len(found) != array.n_chunks:
-                missing[fqn] = array.n_chunks - len(found)
+                missing[fqn] = [f"{below}{key}/{name}" for name in array.lacking({c.box.offsets for c in found})]
         tensors, files = TensorTable.from_records(metas), FileTable(tuple(entries))
         common = read_common(inner, ())
         bulk = (tensors, ChunkTable.from_records(records, tensors, files), files)
@@ -137,6 +148,7 @@ class MegatronZarrReader:
             "key_prefix": prefix or None,
             "int_keyed_dicts": list(common.int_keyed) or None,
             "missing_chunks": missing or None,
+            "missing_files": bare or None,
             "metadata_json": dict(sharded_config(inner)) or None,
         }
         return Manifest(
@@ -168,10 +180,11 @@ class MegatronZarrReader:
         """Chunk files that are missing, and a missing common state."""
         del source
         yield from common_findings(manifest.info)
-        for fqn, count in manifest.info.get("missing_chunks", {}).items():
-            yield Finding(
-                "missing-file", Severity.ERROR, f"{counted(count, f'chunk file of {fqn!r}', 'are')} missing", fqn=fqn
-            )
+        for fqn, paths in manifest.info.get("missing_chunks", {}).items():
+            for path in paths:
+                yield Finding(
+                    "missing-file", Severity.ERROR, f"{path} is missing, a chunk of {fqn!r}", fqn, FileRange(path, 0, 0)
+                )
 
 
 READER = MegatronZarrReader()
@@ -188,6 +201,11 @@ def _lacks_config(source: Source) -> bool:
     listing = source.listing
     is_there = listing.entry is None and COMMON_FILE in listing and CONFIG_NAME not in listing
     return is_there and bool(listing.match("*" + _ARRAY))
+
+
+def _are_chunks(paths: Sequence[str]) -> bool:
+    """Whether files of a folder are called as chunks of an array are."""
+    return all(_CHUNK.fullmatch(path.rpartition("/")[2]) for path in paths)
 
 
 def _keys(source: Source) -> list[str]:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import islice, product
 
 from ckpt_tool.formats.base import Source
 from ckpt_tool.records import dataclass
 
-__all__ = ["METADATA", "ONE_RANK", "ModelFile", "OptimizerFile", "model_file", "optimizer_file", "step_folder"]
+__all__ = [
+    "METADATA",
+    "ONE_RANK",
+    "ModelFile",
+    "OptimizerFile",
+    "lacking_files",
+    "model_file",
+    "optimizer_file",
+    "step_folder",
+]
 
 METADATA = "checkpoint_metadata.json"
 ONE_RANK = "_pp-rank-0-of-1_tp-rank-0-of-1"
@@ -21,6 +31,10 @@ _OPTIMIZER = re.compile(
     r"optimizer/optimizer_pp-(?P<pp>\d+)-of-(?P<n_pp>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<n_dp>\d+))?"
     r"_tp-(?P<tp>\d+)-of-(?P<n_tp>\d+)(?:_exp-(?P<exp>\d+)-of-\d+)?\.pt"
 )
+
+_RANK = re.compile(r"(?<=_)(?P<axis>dp|tp|exp|tp-rank|exp-rank|pp)-(?P<rank>\d+)-of-(?P<n>\d+)")
+"""A rank in a name, of an axis along which all ranks have a file; a parameter is of one pipeline stage."""
+_MAX_LACKING = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,22 @@ def optimizer_file(path: str) -> OptimizerFile | None:
     dp = None if match["dp"] is None else int(match["dp"])
     numbers = (int(match["tp"]), int(match["exp"] or 0), int(match["n_dp"] or 1), int(match["n_tp"]))
     return OptimizerFile(path, int(match["pp"]), dp, *numbers)
+
+
+def lacking_files(paths: Iterable[str]) -> list[str]:
+    """Files of ranks that the names of others tell of; the first thousand.
+
+    >>> lacking_files(["model/a/model_w_pp-rank-0-of-2_tp-rank-1-of-2.safetensors"])
+    ['model/a/model_w_pp-rank-0-of-2_tp-rank-0-of-2.safetensors']
+    """
+    here = set(paths)
+    grids = {
+        (_RANK.sub(r"\g<axis>-{}-of-\g<n>", path), tuple(int(found["n"]) for found in _RANK.finditer(path)))
+        for path in here
+        if "{" not in path and (model_file(path) or optimizer_file(path))
+    }
+    expected = (text.format(*ranks) for text, sizes in sorted(grids) for ranks in product(*map(range, sizes)))
+    return list(islice((path for path in expected if path not in here), _MAX_LACKING))
 
 
 def step_folder(source: Source) -> str | None:

@@ -25,6 +25,7 @@ from ckpt_tool.formats.nanotron.location import (
     METADATA,
     ModelFile,
     OptimizerFile,
+    lacking_files,
     model_file,
     optimizer_file,
     step_folder,
@@ -74,12 +75,16 @@ class NanotronReader:
         prefix = f"{folder}/" if folder else ""
         building = _Building(source, prefix)
         paths = [path[len(prefix) :] for path in source.listing.sizes if path.startswith(prefix)]
+        building.missing += [prefix + path for path in lacking_files(paths)]
         building.add_model([found for path in paths if (found := model_file(path))])
         building.add_optimizer([own for path in paths if (own := optimizer_file(path))])
         said = _json(source, prefix + METADATA)
         tensors, chunks, files = building.columns.tables()
         cut = [name for name, parts in building.parts.items() if None not in parts]
-        info: dict[str, Any] = {"metadata": said, "folder": folder or None, "cut_parameters": cut}
+        missing = list(dict.fromkeys(building.missing)) or None
+        info: dict[str, Any] = {
+            "metadata": said, "folder": folder or None, "cut_parameters": cut, "missing_files": missing,
+        }  # fmt: skip
         step = said.get("metas", {}).get("last_train_step") if isinstance(said.get("metas"), dict) else None
         if type(step) is int:
             info["step"] = step
@@ -151,6 +156,8 @@ class _Building:
     notes: list[str] = field(default_factory=list)
     parts: dict[str, dict[tuple[int, int] | None, Part]] = field(default_factory=dict)
     """By parameter, by tensor and expert rank (None: all)."""
+    missing: list[str] = field(default_factory=list)
+    """Files that others tell of, a star for what they do not tell of a name."""
 
     def add_model(self, files: Sequence[ModelFile]) -> None:
         """A tensor per parameter, a chunk per pair of slices."""
@@ -168,7 +175,7 @@ class _Building:
                 self._add(tensor, row, start, 0, part, local, whole, rank=None, flags=0)
 
     def add_optimizer(self, files: Sequence[OptimizerFile]) -> None:
-        """Masters and moments of all ranks.
+        """Masters and moments of all ranks, but for those of parameters whose files are missing.
 
         Raises:
             FormatError: a state does not have the elements that its range says.
@@ -179,6 +186,9 @@ class _Building:
         config: dict[str, Any] = {}
         if self.prefix + _CONFIG in self.source.listing:
             config = _json(self.source, self.prefix + _CONFIG)
+        elif any(file.dp is not None for file in files):  # which elements a rank has is not known then
+            self.missing.append(self.prefix + _CONFIG)
+            return
         opened = open_torch_files(self.source, [self.prefix + file.path for file in files])
         for number, (file, torch_file) in enumerate(zip(files, opened, strict=True)):
             root = torch_file.root
@@ -208,11 +218,12 @@ class _Building:
                 self.blobs.append(Blob(fqn, "value", None, value, path, is_loaded=True))
             return
         owned = self.parts.get(name)
-        if owned is None:
-            raise FormatError("the optimizer has a state of a parameter that the model lacks", where=where)
-        part = owned.get((file.tp, file.exp)) or owned.get(None)
-        if part is None:
-            raise FormatError(f"no part of tensor rank {file.tp} is in model/", where=where)
+        part = None if owned is None else owned.get((file.tp, file.exp)) or owned.get(None)
+        if part is None:  # without it the state has no place
+            module, _, leaf = name.rpartition(".")
+            if owned is None:
+                self.missing.append(f"{self.prefix}model/{module.replace('.', '/')}/model_{leaf}*.safetensors")
+            return
         is_scalar = not value.shape
         low, high = (0, 1) if is_scalar else _range(config, file, name, prod(part.local_shape), where)
         numel = prod(value.shape)

@@ -135,7 +135,7 @@ def _unpacked(data: bytes, limit: int, where: str) -> bytes:
 def _check_extent(source: Source, where: FileRange) -> None:
     nbytes = source.listing.sizes.get(where.path)
     if nbytes is None:
-        raise NotFound("the database refers to this file, which is missing", where=where.path)
+        raise NotFound("the database refers to this file, which is missing", where=where.path, files=(where.path,))
     if where.end > nbytes:
         raise FormatError(f"the database refers to byte {where.end:,}, the file has {nbytes:,}", where=where.path)
 

@@ -20,7 +20,7 @@ from ckpt_tool.formats._safetensors.stored import (
     tables,
     whole_box,
 )
-from ckpt_tool.formats._split_names import missing_names, split_name
+from ckpt_tool.formats._split_names import index_beside, missing_names, split_name
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -238,6 +238,7 @@ def _findings(found: _Contents, listing: Listing) -> Iterator[Finding]:
             Severity.WARNING,
             f"no *.safetensors.index.json, by which programs find the {counted(numbered, 'numbered file')}: ckpt edit "
             "--fix-index writes it anew",
+            where=FileRange(index_beside(found.paths), 0, 0),
         )
 
 

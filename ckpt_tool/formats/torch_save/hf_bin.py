@@ -11,7 +11,7 @@ from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
 from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.formats._split_names import index_names, missing_names, split_name
+from ckpt_tool.formats._split_names import index_beside, index_names, missing_names, split_name
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part, assemble
 from ckpt_tool.formats._torch_file.described import manifest_of
@@ -102,7 +102,7 @@ class HfBinReader(TorchFilesReader):
         ]
         assembly = assemble(parts, section_of)
         findings = source.remember(_FINDINGS, _index_findings(found, source))
-        faults = [f for f in findings if f.kind not in {"total-size", "stray-file"}]
+        faults = [f for f in findings if f.kind not in {"total-size", "stray-file", "no-index"}]
         assembly.notes += [finding.message for finding in faults]
         lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
         missing = [path for path in found.index.files if path in lost and path not in source.listing]
@@ -211,6 +211,9 @@ def _index_findings(found: _Contents, source: Source) -> Iterator[Finding]:
         for path in _missing(found):
             said = f"{path} is not here, by the numbers in its siblings' names"
             yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
+        index = index_beside(file.path for file in found.files)
+        said = f"no {index}, by which programs find the {counted(len(found.files), 'numbered file')}"
+        yield Finding("no-index", Severity.WARNING, said, where=FileRange(index, 0, 0))
         return
     sizes: Mapping[str, int] = source.listing.sizes
     yield from contradictions(found.index, found.held(), sizes, found.strays)

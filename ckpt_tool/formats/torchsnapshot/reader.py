@@ -247,11 +247,12 @@ class _Building:
         if not shard.is_raw:
             offset, flags = self._in_torch_file(shard, kind)
             self.containers.add(shard.location)
-        elif shard.nbytes not in (nbytes, -1) or (shard.nbytes == -1 and size not in (nbytes, -1)):
+        elif shard.nbytes not in (nbytes, -1) or (shard.nbytes == -1 and size > nbytes):  # a file that was cut is read
+            fqn = self.columns.metas[tensor].fqn
             raise FormatError(
-                f"{kind.name}{list(shard.sizes)} takes {counted(nbytes, 'byte')}, {shard.location} has "
+                f"{kind.name}{list(shard.sizes)} of {fqn!r} takes {counted(nbytes, 'byte')}, got "
                 f"{shard.nbytes if shard.nbytes != -1 else size:,}",
-                where=self.columns.metas[tensor].fqn,
+                where=shard.location,
             )
         self.columns.add_chunks(
             tensor,

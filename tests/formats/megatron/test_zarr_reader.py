@@ -67,7 +67,7 @@ def test_missing_chunk_is_found() -> None:
     """A chunk file that is missing is an error of the checkpoint: there is no fill value."""
     source = source_of(MemoryStore(array_files({name: data for name, data in WHOLE.items() if name != "1.1"})))
     findings = list(READER.check(source, READER.read(source)))
-    assert [f.message for f in findings if "common.pt" not in f.message] == ["1 chunk file of 'model.w' is missing"]
+    assert [f.message for f in findings if "common.pt" not in f.message] == ["w/1.1 is missing, a chunk of 'model.w'"]
 
 
 @pytest.mark.parametrize(
