@@ -17,7 +17,17 @@ from ckpt_tool.records import dataclass
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "dtype", "from_safetensors", "from_storage", "opaque", "short_name", "spellings"]
+__all__ = [
+    "DTYPES",
+    "DType",
+    "cast_array",
+    "dtype",
+    "from_safetensors",
+    "from_storage",
+    "opaque",
+    "short_name",
+    "spellings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,11 @@ class DType:
         return self.bits // 8
 
     @property
+    def is_castable(self) -> bool:
+        """Whether it is a floating type that becomes another, or that another becomes, by rounding."""
+        return self.kind == "float" and self.numpy is not None
+
+    @property
     def component_bytes(self) -> int:
         """Bytes that byte order applies to: half an element for complex types, else one element."""
         return self.itemsize // 2 if self.kind == "complex" else self.itemsize
@@ -56,6 +71,10 @@ class DType:
     def nbytes(self, numel: int) -> int:
         """Bytes of ``numel`` packed elements, rounded up to a whole byte."""
         return (numel * self.bits + 7) // 8
+
+    def __str__(self) -> str:
+        """Its name."""
+        return self.name
 
     def __reduce__(self) -> tuple[type[DType], tuple[str | int | None, ...]]:
         return DType, (self.name, self.bits, self.kind, self.safetensors, self.storage, self.numpy)
@@ -188,6 +207,14 @@ def opaque(name: str, *, numel: int, nbytes: int) -> DType:
     if rest or not bits:
         raise FormatError(f"unknown dtype {name!r}: {nbytes:,} bytes do not divide into {numel:,} equal elements")
     return DType(name, bits, "opaque", name)
+
+
+def cast_array(values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[Any, Any]:
+    """``values`` rounded to another floating type; ml_dtypes has no direct way between some of its own."""
+    try:
+        return values.astype(kind.as_numpy())
+    except TypeError:
+        return values.astype("f4").astype(kind.as_numpy())  # float32 has every value of a narrower type
 
 
 @cache

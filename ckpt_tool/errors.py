@@ -4,6 +4,7 @@ Grouped by what a handler would do about them, and each also the builtin that a 
 
     CkptError
     ├── NotFound      (FileNotFoundError)    nothing is there, or nothing that is a checkpoint
+    │   └── UnknownTensor (KeyError)         an open checkpoint has no tensor of that name
     ├── FormatError   (ValueError)           a file contradicts its own format: corrupt or hostile
     │   └── UnsafePickle                     a pickle asks for something that must never run
     ├── Unsupported   (NotImplementedError)  valid, but not readable or writable here
@@ -12,6 +13,7 @@ Grouped by what a handler would do about them, and each also the builtin that a 
     ├── IntegrityError (ValueError)          a checksum or an extent does not match
     ├── TargetExists  (FileExistsError)      the target is there already
     ├── UsageError    (ValueError)           the call's arguments do not go together
+    │   └── BadIndex  (IndexError)           no basic index, or one outside of the tensor
     └── StorageError  (OSError)              the storage failed, after retries
 
 A message is written where it is raised: ``what is wrong, expected x, got y``. ``where`` is put in front of it, ``hint``
@@ -21,6 +23,7 @@ A message is written where it is raised: ``what is wrong, expected x, got y``. `
 from __future__ import annotations
 
 __all__ = [
+    "BadIndex",
     "CkptError",
     "CoverageError",
     "FormatError",
@@ -29,6 +32,7 @@ __all__ = [
     "NotFound",
     "StorageError",
     "TargetExists",
+    "UnknownTensor",
     "UnsafePickle",
     "Unsupported",
     "UsageError",
@@ -55,6 +59,8 @@ class CkptError(Exception):
         self.where = where
         self.hint = hint
         self.files = files
+        if hint:
+            self.__notes__ = [f"hint: {hint}"]  # tracebacks show it, from Python 3.11 on
 
     def __str__(self) -> str:
         """The message with its place in front, without the hint."""
@@ -63,6 +69,10 @@ class CkptError(Exception):
 
 class NotFound(CkptError, FileNotFoundError):
     """Nothing is there, or nothing that reads as a checkpoint."""
+
+
+class UnknownTensor(NotFound, KeyError):
+    """An open checkpoint has no tensor of that name."""
 
 
 class FormatError(CkptError, ValueError):
@@ -99,6 +109,10 @@ class UsageError(CkptError, ValueError):
     """Arguments that do not go together."""
 
     exit_code = 2
+
+
+class BadIndex(UsageError, IndexError):
+    """An index of a tensor that is no basic one, or lies outside of it."""
 
 
 class StorageError(CkptError, OSError):

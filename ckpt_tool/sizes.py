@@ -1,4 +1,4 @@
-"""Counts as people read and write them, of bytes and of other things. Knows nothing of tensors."""
+"""Counts and words of commands as people read and write them. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["counted", "counted_of", "format_bytes", "parse_bytes"]
+__all__ = ["counted", "counted_of", "format_bytes", "parse_bytes", "shell_word"]
 
 _UNITS = {
     "": 1, "B": 1,
@@ -17,6 +17,17 @@ _UNITS = {
 }  # fmt: skip
 _SINGULAR = {"are": "is", "were": "was", "have": "has", "do": "does"}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def shell_word(text: str) -> str:
+    """``text`` as one word of a command that is typed.
+
+    >>> shell_word("run/step-5"), shell_word("my run")
+    ('run/step-5', "'my run'")
+    """
+    from shlex import quote  # only messages need it
+
+    return quote(text)
 
 
 def parse_bytes(text: str) -> int:

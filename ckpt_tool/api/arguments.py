@@ -1,14 +1,32 @@
-"""Arguments of a training run, and facts about a model, as a user types them."""
+"""Arguments of a call, as a program gives them, and of a training run, as a user types them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import operator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["parse_arguments", "parse_facts"]
+__all__ = ["check_arguments", "parse_arguments", "parse_facts"]
+
+
+def check_arguments(**given: tuple[object, Collection[object] | int]) -> None:
+    """Every argument has one of the values beside it; beside a number it is a whole one that is not below, or None.
+
+    Raises:
+        UsageError: one has another.
+    """
+    for name, (value, allowed) in given.items():
+        if not isinstance(allowed, int):
+            if value not in allowed:
+                raise UsageError(f"{name} has no {value!r}", hint=f"one of: {' '.join(map(str, allowed))}")
+        elif value is not None:
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise UsageError(f"{name} is a whole number, got {value!r}")
+            if operator.index(value) < allowed:
+                raise UsageError(f"{name} is at least {allowed}, got {value}")
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:

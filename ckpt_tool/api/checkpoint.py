@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
+from ckpt_tool.errors import BadIndex
 from ckpt_tool.formats.base import PartReader, Reader, Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.geometry.box import Box
@@ -55,7 +57,11 @@ def plan_limits(
 
 
 class TensorView:
-    """One tensor of a checkpoint; indexing it with numpy slices reads just those bytes."""
+    """One tensor of a checkpoint; indexing it with numpy slices reads just those bytes.
+
+    ``shape``, ``ndim``, ``size``, ``nbytes`` and ``len`` cost nothing; ``numpy()``, ``torch()`` and ``np.asarray`` read
+    all of it.
+    """
 
     def __init__(self, checkpoint: Checkpoint, fqn: str) -> None:
         self._checkpoint = checkpoint = checkpoint.part_of([fqn])
@@ -65,26 +71,58 @@ class TensorView:
         self.shape: tuple[int, ...] = meta.shape
         self.nbytes: int = meta.nbytes
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def __len__(self) -> int:
+        """Size of the first dimension."""
+        if not self.shape:
+            raise TypeError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        """Row after row; each is read when its turn comes."""
+        return (self[row] for row in range(len(self)))
+
+    def __bool__(self) -> bool:
+        """True: there is such a tensor, whatever it holds."""
+        return True
+
     def __repr__(self) -> str:
         """Name, type and shape."""
         return f"<TensorView {self.fqn} {self.dtype.name} {list(self.shape)}>"
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
-        """The elements at a basic index (ints, slices of step 1, ``...``), as numpy would give them.
+        """The elements at a basic index (whole numbers, slices, ``...``), as numpy would give them.
 
-        bfloat16 and float8 come as ml_dtypes types, packed and opaque types as raw bytes (``V``).
+        Of a slice with a step, all from the first to the last element are read. bfloat16 and float8 come as ml_dtypes
+        types, packed and opaque types as raw bytes (``V``).
+
+        Raises:
+            BadIndex: an index of another kind (lists, truth values, None), or one outside of the tensor.
         """
-        keys = index if isinstance(index, tuple) else (index,)
-        box, squeezed = slice_box(keys, self.shape)
+        box, rest = slice_box(index if isinstance(index, tuple) else (index,), self.shape)
         array = self._checkpoint.read([(self.fqn, box)])[0]
-        return array.reshape([size for dim, size in enumerate(box.sizes) if dim not in squeezed])
+        if any(isinstance(one, slice) and one.step != 1 for one in rest):
+            steps = tuple(one if isinstance(one, slice) else slice(None) for one in rest)
+            array = np.ascontiguousarray(array[steps])
+        return array.reshape([size for size, one in zip(array.shape, rest, strict=True) if isinstance(one, slice)])
 
     def numpy(self) -> npt.NDArray[Any]:
         """All elements."""
         return self[...]
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:  # noqa: FBT001 - numpy's protocol
-        """All elements, for ``np.asarray``; always a new array."""
+        """All elements, for ``np.asarray``; always a new array, so ``copy=False`` is an error as it is in numpy."""
+        if copy is False:
+            raise ValueError("a tensor of a checkpoint becomes an array by reading it, which is a copy")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -117,7 +155,7 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
     def manifest(self) -> Manifest:
         """Columns of everything known so far; chunks not asked for yet may be unresolved."""
         if self._manifest is None:
-            self._manifest = self.reader.read(self.source)
+            self._manifest = self.reader.read(self.source).replace(url=self.url)
         return self._manifest
 
     def part_of(self, fqns: Collection[str]) -> Checkpoint:
@@ -130,6 +168,7 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
         manifest = self.reader.read_part(self.source, fqns)
         if manifest is None:
             return self
+        manifest = manifest.replace(url=self.url)
         return Checkpoint(self.url, self.source, self.reader, manifest, self._memory_budget_bytes)
 
     @property
@@ -153,9 +192,20 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
         return self.manifest
 
     def read(self, boxes: Sequence[tuple[str, Box]]) -> list[npt.NDArray[Any]]:
-        """One array per (fqn, box in global coordinates), read together."""
+        """One array per (fqn, box in global coordinates), read together.
+
+        Raises:
+            NotFound: no such tensor.
+            BadIndex: a box that is not inside of its tensor.
+        """
         from ckpt_tool.engine.memory import read_boxes  # who only looks at metadata starts without an engine
 
+        for fqn, box in boxes:
+            shape = self.manifest.tensor(fqn).shape
+            if box.ndim != len(shape) or any(
+                at < 0 or at + size > whole for at, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
+            ):
+                raise BadIndex(f"box {box} is not inside of {list(shape)}", where=fqn)
         manifest = self.resolve(sorted({fqn for fqn, _ in boxes}))
         return read_boxes(manifest, self.store, boxes, limits=plan_limits(self._memory_budget_bytes, 1))
 
@@ -172,11 +222,21 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
         return {blob.fqn: blob.value for blob in self.load_blobs()}
 
     def __getitem__(self, fqn: str) -> TensorView:
-        """The tensor called ``fqn``; no request, but for a header where the manifest was not read yet."""
+        """The tensor called ``fqn``; no request, but for a header where the manifest was not read yet.
+
+        Raises:
+            UnknownTensor: there is none, a ``KeyError`` too; the hint names the nearest ones.
+        """
+        return TensorView(self.part_of([fqn]), fqn)
+
+    def __contains__(self, fqn: object) -> bool:
+        """Whether there is such a tensor."""
+        return isinstance(fqn, str) and fqn in self.part_of([fqn]).manifest.tensors.index
+
+    def get(self, fqn: str, default: Any = None) -> Any:
+        """The tensor called ``fqn``, or ``default``."""
         part = self.part_of([fqn])
-        if fqn not in part.manifest.tensors.index:
-            raise KeyError(fqn)
-        return TensorView(part, fqn)
+        return TensorView(part, fqn) if fqn in part.manifest.tensors.index else default
 
     def __iter__(self) -> Iterator[str]:
         """Names, in the checkpoint's order."""
@@ -191,6 +251,10 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
         if self._manifest is None:
             return f"<Checkpoint {self.url} {self.reader.name}>"
         return f"<Checkpoint {self.url} {self.format}, {counted(len(self), 'tensor')}>"
+
+    def __reduce__(self) -> tuple[Any, tuple[str, int]]:
+        """A copy, also in another process, opens the checkpoint again."""
+        return _opened_again, (self.url, self._memory_budget_bytes)
 
     def reopened(self, store: Store, listing: Listing) -> Checkpoint:
         """The same files, read through ``store``, with all that is known of them by now."""
@@ -226,8 +290,12 @@ def open_checkpoint(url: str | os.PathLike[str], *, memory_budget_bytes: int = D
         reader = detect(source)
         is_far = store.cost.read_ahead_bytes > 0
         waits = is_far and isinstance(reader, PartReader) and reader.read_part(source, ()) is not None
-        manifest = None if waits else reader.read(source)
+        manifest = None if waits else reader.read(source).replace(url=os.fspath(url))
         return Checkpoint(os.fspath(url), source, reader, manifest, memory_budget_bytes)
     except BaseException:
         store.close()
         raise
+
+
+def _opened_again(url: str, memory_budget_bytes: int) -> Checkpoint:
+    return open_checkpoint(url, memory_budget_bytes=memory_budget_bytes)

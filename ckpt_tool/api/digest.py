@@ -46,8 +46,8 @@ class Taken:
 def digests(  # noqa: PLR0913 - one argument per option
     checkpoint: str | os.PathLike[str] | Checkpoint,
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     section: str | None = None,
     wide: bool = False,
     files: FileSum = "none",

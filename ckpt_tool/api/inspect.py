@@ -269,8 +269,8 @@ class Inspection:
 def inspect(
     checkpoint: Checkpoint | str | os.PathLike[str],
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     section: str | None = None,
     shards: bool = False,
     objects: bool = False,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.side_file import HEAD_BYTES, put_side_file, refuse_other
 from ckpt_tool.storage.urls import is_local, local_path
@@ -91,7 +91,7 @@ def read_manifest(url: str | os.PathLike[str]) -> DigestTable:
     try:
         store, listing = open_store(url)
     except NotFound as error:
-        hint = f'write it with "ckpt verify SRC --write-manifest {where}"'
+        hint = f'write it with "ckpt verify SRC --write-manifest {shell_word(where)}"'
         raise NotFound("no such file", where=where, hint=hint) from error
     try:
         name = listing.entry

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
@@ -64,17 +65,20 @@ class ShardMap:
         }
 
 
-def shard_map(checkpoint: Checkpoint, fqn: str, *, exact: bool = False) -> ShardMap:
+def shard_map(checkpoint: Checkpoint | str | os.PathLike[str], fqn: str, *, exact: bool = False) -> ShardMap:
     """The boxes of one tensor, with file and rank.
 
     Args:
-        checkpoint: an open checkpoint.
+        checkpoint: an open checkpoint (it stays open), or where one is.
         fqn: the tensor.
         exact: find the place of each box in its file, which costs some formats a request per box.
 
     Raises:
         NotFound: no such tensor; the hint names the nearest ones.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        with open_checkpoint(checkpoint) as opened:
+            return shard_map(opened, fqn, exact=exact)
     manifest = checkpoint.resolve([fqn]) if exact else checkpoint.manifest
     meta, chunks = manifest.tensor(fqn), manifest.chunks
     rows = chunks.rows_of(manifest.tensor_id(fqn))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.mesh import asked_mesh
 from ckpt_tool.api.convert.selection import select_tensors
@@ -19,7 +20,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.place import place
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.select import is_name
+from ckpt_tool.manifest.select import is_name, texts
 
 __all__ = ["DEFAULT_STREAM_MEMORY_BYTES", "stream"]
 
@@ -38,12 +39,12 @@ def stream(  # noqa: PLR0913 - the options of a command
     rules: str | os.PathLike[str] | None = None,
     default: Literal["shard0", "replicate"] | None = None,
     dp_mode: Literal["shard", "replicate"] = "replicate",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    sections: Sequence[str] | None = ("model",),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    sections: str | Sequence[str] | None = ("model",),
     as_torch: bool = False,
     memory_budget_bytes: int = DEFAULT_STREAM_MEMORY_BYTES,
-) -> Iterator[tuple[str, Any]]:
+) -> Generator[tuple[str, Any], None, None]:
     """``(fqn, local tensor)`` for every tensor of which ``rank`` holds something, in the checkpoint's order.
 
     While one batch of tensors is used, the next is read; a batch is a quarter of the budget, or one tensor where that
@@ -71,6 +72,11 @@ def stream(  # noqa: PLR0913 - the options of a command
         UsageError: a mesh that is none.
         CkptError: see ``errors``.
     """
+    check_arguments(
+        default=(default, (None, "shard0", "replicate")), dp_mode=(dp_mode, ("shard", "replicate")),
+        tp=(tp, 1), pp=(pp, 1), dp=(dp, 1), ep=(ep, 1), rank=(rank, 0), memory_budget_bytes=(memory_budget_bytes, 1),
+    )  # fmt: skip
+    include, exclude = texts(include), texts(exclude)
     if mesh is not None and (tp, pp, dp, ep) != (1, 1, 1, 1):
         raise UsageError("mesh already names the sizes of all axes", hint="leave out tp, pp, dp and ep")
     target = asked_mesh(mesh, tp=tp, pp=pp, dp=dp, ep=ep)

@@ -39,7 +39,10 @@ def failure(error: CkptError) -> dict[str, Any]:
     >>> failure(NotFound("nothing there", where="run"))["error"]["kind"]
     'not-found'
     """
-    kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
+    named = type(error)
+    if isinstance(error, LookupError) and named.__base__ is not None:  # finer for programs, the same for who reads
+        named = named.__base__
+    kind = re.sub(r"(?<!^)(?=[A-Z])", "-", named.__name__).lower()
     return _record(kind, error.message, error.exit_code, where=error.where, hint=error.hint)
 
 

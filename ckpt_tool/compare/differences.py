@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.dtypes import DType
+from ckpt_tool.dtypes import DType, cast_array
 from ckpt_tool.records import dataclass
 
 __all__ = ["First", "Tally", "element_values", "same_bits", "tally", "ulp_distances"]
@@ -267,7 +267,7 @@ def _uncast(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype_a: DType, dtype_b: D
     """Elements of the narrower type that are not the rounded ones of the wider."""
     if dtype_a.bits < dtype_b.bits or (dtype_a.bits == dtype_b.bits and dtype_a.kind != "float"):
         a, b, dtype_a, dtype_b = b, a, dtype_b, dtype_a
-    rounded = a.view(dtype_a.as_numpy()).astype(dtype_b.as_numpy())
+    rounded = cast_array(a.view(dtype_a.as_numpy()), dtype_b)
     narrow = b.view(dtype_b.as_numpy())
     return int(np.count_nonzero(rounded != narrow))
 

@@ -15,7 +15,7 @@ from ckpt_tool.compare.confirm import Bits, Confirmer, Place, Verdict
 from ckpt_tool.compare.probes import Probe
 from ckpt_tool.compare.row_orders import find_order
 from ckpt_tool.compare.tiles import ComparedPair, common_box
-from ckpt_tool.dtypes import DType, dtype
+from ckpt_tool.dtypes import DType, cast_array, dtype
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
@@ -163,7 +163,7 @@ def _values(
         def is_rounded(x: Bits, y: Bits, narrow: DType = narrow) -> bool:
             with np.errstate(over="ignore", invalid="ignore"):
                 values = x.reshape(-1).view(kind.as_numpy())
-                rounded = values.astype(narrow.as_numpy()).astype(kind.as_numpy())
+                rounded = cast_array(cast_array(values, narrow), kind)
             return bool((rounded.view(bits) == y.reshape(-1).view(bits)).all())
 
         if telling[1] and is_rounded(one, other):

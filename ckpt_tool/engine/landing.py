@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.dtypes import DType
+from ckpt_tool.dtypes import DType, cast_array
 from ckpt_tool.engine.elements import bit_dtype
 from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.geometry.box import Box
@@ -102,7 +102,7 @@ def put_elements(landing: Landing, index: tuple[slice, ...], elements: npt.NDArr
     if landing.dtype != source:
         values = np.ascontiguousarray(elements).reshape(-1).view(source.as_numpy())
         with np.errstate(over="ignore", invalid="ignore"):
-            cast = values.astype(landing.dtype.as_numpy())
+            cast = cast_array(values, landing.dtype)
         elements = cast.view(bit_dtype(landing.dtype)).reshape(elements.shape)
     landing.memory.put(index, elements)
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32
+from ckpt_tool.dtypes import cast_array
 from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.elements import count_changes
@@ -143,7 +144,7 @@ class Worker:
         packed = self._cast.take(length)
         result = packed.view(after.as_numpy()).reshape(writes.sizes[row])
         with np.errstate(over="ignore", invalid="ignore"):
-            result[...] = values.astype(after.as_numpy())
+            result[...] = cast_array(values, after)
             effect = count_changes(values, result)
         fqn = plan.target.tensors.fqns[target]
         casts[fqn] = casts.get(fqn, CastEffect()).merged(effect)

@@ -99,7 +99,7 @@ def _parts(manifest: Manifest, fqn: str, apart: Mapping[int, str]) -> list[_Part
     if found != list(range(len(found))):
         raise CoverageError(
             f"{fqn!r} cannot be concatenated: it is there for ranks {found}, expected 0 to {max(found)} without a gap",
-            where=manifest.root,
+            where=manifest.where,
         )
     return parts
 
@@ -115,7 +115,7 @@ def _check(manifest: Manifest, fqn: str, dim: int, parts: Sequence[_Part]) -> No
         held = ", ".join(f"{tensors.dtypes[p.tensor].name} {list(s)}" for p, s in zip(parts[:4], shapes, strict=False))
         raise UsageError(
             f"what ranks hold of {fqn!r} does not fit together along dimension {dim}: {held}",
-            where=manifest.root,
+            where=manifest.where,
             hint="take another dimension, or leave it out with --exclude",
         )
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tool.errors import NotFound
+from ckpt_tool.errors import UnknownTensor
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import shell_word
 
 if TYPE_CHECKING:
     from ckpt_tool.dtypes import DType
@@ -156,6 +157,13 @@ class Manifest:
     """What a person should know: assumptions with their evidence, files left out and why."""
     items: ItemTable | None = None
     """Which files hold items alone, and the items beside chunks and objects; None where the format does not tell."""
+    url: str = ""
+    """What its user calls it, which for a file is more than ``root``; empty where nobody said."""
+
+    @property
+    def where(self) -> str:
+        """The name for messages: a command that it is given to opens this checkpoint."""
+        return self.url or self.root
 
     def replace(self, **changes: Any) -> Manifest:
         """A copy with some fields changed."""
@@ -173,13 +181,14 @@ class Manifest:
         """Row of ``fqn`` in ``tensors``.
 
         Raises:
-            NotFound: no such tensor; the hint names the nearest ones.
+            UnknownTensor: no such tensor; the hint names the nearest ones.
         """
         row = self.tensors.index.get(fqn)
         if row is None:
             import difflib
 
             near = difflib.get_close_matches(fqn, self.tensors.fqns, n=3, cutoff=0.5)
-            hint = "did you mean " + " or ".join(near) if near else f'list the names with "ckpt inspect {self.root}"'
-            raise NotFound(f"no tensor {fqn!r} among {len(self.tensors):,}", where=self.root, hint=hint)
+            listed = f'list the names with "ckpt inspect {shell_word(self.where)}"'
+            hint = "did you mean " + " or ".join(near) if near else listed
+            raise UnknownTensor(f"no tensor {fqn!r} among {len(self.tensors):,}", where=self.where, hint=hint)
         return row

@@ -42,7 +42,7 @@ def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) ->
     views = optimizer_views(manifest.replace(blobs=tuple(blobs)))
     if not views:
         raise UsageError(
-            "there is no optimizer to spell otherwise", where=manifest.root, hint="leave --optim-style out"
+            "there is no optimizer to spell otherwise", where=manifest.where, hint="leave --optim-style out"
         )
     spelling = STYLES[style]
     moved: dict[str, KeyPath] = {}
@@ -86,7 +86,7 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
     if unread:
         raise UsageError(
             f"hyperparameters of {view.prefix or 'the optimizer'} are tensors or unread ({', '.join(unread)})",
-            where=manifest.root,
+            where=manifest.where,
             hint="leave --optim-style out: they keep their names then",
         )
     keys = list(dict.fromkeys([*(key for group in view.groups for key in group.params), *view.parameters]))
@@ -94,7 +94,7 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
         raise UsageError(
             f"groups of {view.prefix or 'the optimizer'} number parameters whose state is named, and nothing tells "
             "which number is whose",
-            where=manifest.root,
+            where=manifest.where,
             hint="leave --optim-style out",
         )
     if spelling == "ids":
@@ -104,7 +104,7 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
         raise UsageError(
             f"{counted_of(len(unknown), len(keys), 'parameter', 'are')} known by their number only ({unknown[:4]}); "
             f"{view.evidence[-1]}",
-            where=manifest.root,
+            where=manifest.where,
             hint="leave --optim-style out",
         )
     return {key: _in_module(manifest, view.names[key]) if isinstance(key, int) else key for key in keys}

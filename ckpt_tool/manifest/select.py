@@ -8,23 +8,24 @@ line and no bytes.
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpt_tool.dtypes import spellings
-from ckpt_tool.errors import NotFound, UsageError
+from ckpt_tool.errors import BadIndex, NotFound, UsageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 if TYPE_CHECKING:
     from ckpt_tool.manifest.model import Manifest
 
-__all__ = ["OF_TYPES", "Index", "expand_braces", "is_name", "matching", "parse_slice", "select", "slice_box"]
+__all__ = ["OF_TYPES", "Index", "expand_braces", "is_name", "matching", "parse_slice", "select", "slice_box", "texts"]
 
 Index = tuple["slice | int | EllipsisType", ...]
 
@@ -36,9 +37,9 @@ _SLICE_EXAMPLE = 'write it like "NAME[0:4, :]": whole numbers, ":" and "..." onl
 
 def select(
     manifest: Manifest,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    sections: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    sections: str | Sequence[str] = (),
 ) -> IntArray:
     """Rows of ``manifest.tensors`` that fit, in table order.
 
@@ -52,6 +53,7 @@ def select(
         NotFound: a pattern matches no tensor (the hint names near ones), or nothing is left.
         UsageError: no such section, or a pattern that cannot be read.
     """
+    include, exclude, sections = texts(include), texts(exclude), texts(sections)
     tensors = manifest.tensors
     keep = np.ones(len(tensors), dtype=np.bool_)
     for section in sections:
@@ -60,35 +62,44 @@ def select(
     if sections:
         keep &= np.isin(tensors.section, [SECTIONS.index(s) for s in sections])
     if include:
-        keep &= _any_of(include, tensors, manifest.root)
+        keep &= _any_of(include, tensors, manifest.where)
     if exclude:
-        keep &= ~_any_of(exclude, tensors, manifest.root)
+        keep &= ~_any_of(exclude, tensors, manifest.where)
     if not len(tensors) and manifest.blobs and (include or exclude or sections):
         raise NotFound(
             f"no tensors, only {counted(len(manifest.blobs), 'other object')}",
-            where=manifest.root or None,
+            where=manifest.where or None,
             hint="inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one",
         )
     if not keep.any() and (include or exclude or sections):
         asked = (("include", include), ("exclude", exclude), ("section", sections))
         said = "; ".join(f"{name} {', '.join(words)}" for name, words in asked if words)
-        raise NotFound(f"none of {counted(len(tensors), 'tensor')} is left: {said}", where=manifest.root or None)
+        raise NotFound(f"none of {counted(len(tensors), 'tensor')} is left: {said}", where=manifest.where or None)
     return np.flatnonzero(keep).astype(np.int64)
 
 
-def _any_of(patterns: Sequence[str], tensors: TensorTable, root: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def texts(given: str | Sequence[str]) -> tuple[str, ...]:
+    """One text, or several, as several: a text alone is not a sequence of letters.
+
+    >>> texts("model.*"), texts(["a", "b"])
+    (('model.*',), ('a', 'b'))
+    """
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _any_of(patterns: Sequence[str], tensors: TensorTable, where: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     found = np.zeros(len(tensors), dtype=np.bool_)
     for pattern in patterns:
         of_types = pattern.startswith(OF_TYPES)
         names = [dtype.name for dtype in tensors.dtypes] if of_types else tensors.fqns
         hits = _of_types(pattern.removeprefix(OF_TYPES), names) if of_types else matching(pattern, names)
         if not hits:
-            hint = f'list the names with "ckpt inspect {root or "SRC"} --flat"'
+            hint = f'list the names with "ckpt inspect {shell_word(where or "SRC")} --flat"'
             if of_types:
                 hint = "its types: " + " ".join(sorted(set(names)))
             elif near := _near(pattern, names):
                 hint = "did you mean " + " or ".join(near)
-            raise NotFound(f"no tensor fits {pattern!r} among {len(tensors):,}", where=root or None, hint=hint)
+            raise NotFound(f"no tensor fits {pattern!r} among {len(tensors):,}", where=where or None, hint=hint)
         found[hits] = True
     return found
 
@@ -128,8 +139,14 @@ def matching(pattern: str, fqns: Sequence[str]) -> list[int]:
         except re.error as error:
             raise UsageError(f"{pattern!r} is no regular expression: {error}") from error
         return [i for i, fqn in enumerate(fqns) if search(fqn)]
-    glob = re.compile("|".join(_glob_regex(text) for text in expand_braces(pattern)), re.DOTALL)
-    return [i for i, fqn in enumerate(fqns) if fqn == pattern or glob.fullmatch(fqn)]
+    same = [i for i, fqn in enumerate(fqns) if fqn == pattern]
+    try:
+        glob = re.compile("|".join(_glob_regex(text) for text in expand_braces(pattern)), re.DOTALL)
+    except UsageError:
+        if same:
+            return same
+        raise
+    return sorted({*same, *(i for i, fqn in enumerate(fqns) if glob.fullmatch(fqn))})
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -240,36 +257,48 @@ def _parse_number(part: str, text: str) -> int | None:
     return int(part)
 
 
-def slice_box(index: Index, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
-    """``(box, squeezed)``: the region that numpy would give for ``index``, and the dimensions it would drop.
+def slice_box(index: Sequence[Any], shape: tuple[int, ...]) -> tuple[Box, tuple[slice | int, ...]]:
+    """``(box, rest)``: the smallest region that has all of ``index``, and what is left to take of it.
 
-    ``array[index] == array[box.slices].squeeze(squeezed)`` for every array of ``shape``.
+    ``array[index] == array[box.slices][rest]`` for every array of ``shape``.
 
-    >>> box, squeezed = slice_box((slice(1, 9), -1), (4, 5))
-    >>> str(box), squeezed
-    ('[1:4, 4:5]', (1,))
+    >>> box, rest = slice_box((slice(1, 9, 2), -1), (6, 5))
+    >>> str(box), rest
+    ('[1:6, 4:5]', (slice(None, None, 2), 0))
 
     Raises:
-        UsageError: more places than dimensions, or a number outside of its dimension.
+        BadIndex: not whole numbers, slices and one ``...`` alone, more of them than dimensions, or a number outside of
+            its dimension.
     """
-    places = len(index) - index.count(Ellipsis)
+    at = [place for place, item in enumerate(index) if item is Ellipsis]
+    places = len(index) - len(at)
+    if len(at) > 1:
+        raise BadIndex("an index has one ... at most", hint=_SLICE_EXAMPLE)
     if places > len(shape):
-        raise UsageError(
+        raise BadIndex(
             f"{places} places in the slice, the tensor has {counted(len(shape), 'dimension')}: {list(shape)}"
         )
     fill = (slice(None),) * (len(shape) - places)
-    at = index.index(Ellipsis) if Ellipsis in index else len(index)
-    full = (*index[:at], *fill, *index[at + 1 :])
-    offsets, sizes, squeezed = [], [], []
-    for dim, (item, size) in enumerate(zip(full, shape, strict=True)):
+    first = at[0] if at else len(index)
+    full = (*index[:first], *fill, *index[first + 1 :])
+    taken = [_taken(item, size, dim) for dim, (item, size) in enumerate(zip(full, shape, strict=True))]
+    return Box(tuple(one[0] for one in taken), tuple(one[1] for one in taken)), tuple(one[2] for one in taken)
+
+
+def _taken(item: Any, size: int, dim: int) -> tuple[int, int, slice | int]:
+    """Offset and size of what one place of an index takes of a dimension, and the index inside of that."""
+    try:
         if isinstance(item, slice):
-            start, stop, _ = item.indices(size)
-            offsets.append(start)
-            sizes.append(max(stop - start, 0))
-        elif isinstance(item, int):
-            if not -size <= item < size:
-                raise UsageError(f"{item} is outside of dimension {dim}, which has {counted(size, 'element')}")
-            offsets.append(item % size)
-            sizes.append(1)
-            squeezed.append(dim)
-    return Box(tuple(offsets), tuple(sizes)), tuple(squeezed)
+            found = range(*item.indices(size))
+            low = min(found[0], found[-1]) if found else min(found.start, size - 1 if size else 0)
+            return max(low, 0), abs(found[-1] - found[0]) + 1 if found else 0, slice(None, None, found.step)
+        # An index by truth is of another kind, though True is a number.
+        whole: Any = None if isinstance(item, bool | np.bool_) else item
+        number = operator.index(whole)
+    except (TypeError, ValueError):  # a step of 0 is a ValueError
+        raise BadIndex(
+            f"an index has whole numbers, slices and ... alone, got {item!r}", hint="index the array of .numpy()"
+        ) from None
+    if not -size <= number < size:
+        raise BadIndex(f"{number} is outside of dimension {dim}, which has {counted(size, 'element')}")
+    return number % size, 1, 0

@@ -18,7 +18,7 @@ from ckpt_tool.plan.assign import split_evenly
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["PlanLimits", "has_odd_strides", "make_plan", "plan_reads"]
 
@@ -310,7 +310,7 @@ def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tile
         raise CoverageError(
             f"stored boxes {one} and {other} overlap: which of them is right is not recorded",
             where=source.tensors.fqns[tensor],
-            hint=f'run "ckpt verify {source.root}" for the full list',
+            hint=f'run "ckpt verify {shell_word(source.where)}" for the full list',
         )
     covered = np.zeros(len(tiles), dtype=np.int64)
     np.add.at(covered, reads.right, reads.volume)
@@ -326,7 +326,7 @@ def _check_covered(source: Manifest, available: Boxes, reads: Pairs, tiles: Tile
             f"no stored data for {', '.join(str(h) for h in holes[:3])} ({counted(len(names), 'tensor', 'are')} "
             "incomplete)",
             where=source.tensors.fqns[tensor],
-            hint=f'run "ckpt verify {source.root}" to see what is missing',
+            hint=f'run "ckpt verify {shell_word(source.where)}" to see what is missing',
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from ckpt_tool.errors import NotFound
+from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of
@@ -38,9 +38,11 @@ def open_payload(url: str | os.PathLike[str]) -> Store:
 
     Raises:
         NotFound: nothing is there; the hint names what is beside it.
-        UsageError: a URL whose scheme is unknown or whose client is not installed.
+        UsageError: nothing at all, or a URL whose scheme is unknown or whose client is not installed.
     """
     text = os.fspath(url)
+    if not text:  # what a shell makes of a variable without a value
+        raise UsageError("the path is empty", hint='write "." for the folder that you are in')
     if not is_local(text):
         from ckpt_tool.storage.remembering import RememberingStore
 

@@ -179,6 +179,7 @@ def test_saved_and_reloaded(tmp_path: Path) -> None:
     save_file({**saved, "buf": np.array([1, 3], "f4")}, tmp_path / "reloaded.safetensors")
     report = ckpt_tool.diff(tmp_path / "saved.safetensors", tmp_path / "reloaded.safetensors")
     measures = report.tensors[0].measures
+    assert measures is not None
     assert (report.tensors[0].fqn, measures.n_differing, measures.max_abs, measures.first_index) == (
         "buf",
         1,

@@ -117,4 +117,4 @@ def test_small_memory_gives_the_same_bits() -> None:
 def test_unknown_exchange(saved: Path) -> None:
     """A word that is no way of exchanging is refused."""
     with pytest.raises(UsageError, match="one of auto, none, shared-memory, all-to-all, got 'ring'"):
-        ckpt_tool.load({"w": torch.zeros(1)}, saved, exchange="ring")
+        ckpt_tool.load({"w": torch.zeros(1)}, saved, exchange="ring")  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def test_unknown_keywords_are_refused(tmp_path: Path) -> None:
     """Those that conversions share are checked as those of a signature are."""
     for plan in (ckpt_tool.plan_export, ckpt_tool.plan_reshard):
         with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'overwritten'"):
-            plan(SOURCE, tmp_path / "out", overwritten=True)
+            plan(SOURCE, tmp_path / "out", overwritten=True)  # type: ignore[call-arg]
 
 
 def test_open_is_a_lazy_mapping() -> None:

@@ -16,7 +16,7 @@ from ckpt_tool.cli.app import main
 REPOSITORY = Path(__file__).parents[2]
 CODES = {
     "NotFound": 3, "FormatError": 3, "UnsafePickle": 3, "Unsupported": 3, "LayoutError": 3, "CoverageError": 3,
-    "IntegrityError": 3, "TargetExists": 2, "UsageError": 2, "StorageError": 4,
+    "IntegrityError": 3, "TargetExists": 2, "UsageError": 2, "StorageError": 4, "UnknownTensor": 3, "BadIndex": 2,
 }  # fmt: skip
 
 

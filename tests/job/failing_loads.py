@@ -66,7 +66,7 @@ def _raise(error: Exception) -> None:
 def _faults(rank: int) -> dict[str, Callable[[], Any]]:
     """Name to a load that must fail on every rank."""
 
-    def unreadable(way: str, error: Exception, only: int) -> None:
+    def unreadable(way: Any, error: Exception, only: int) -> None:
         fault: AbstractContextManager[Any] = _reads(lambda: _raise(error)) if rank == only else nullcontext()
         with fault:
             ckpt_tool.load(plain("hf_sharded"), url("hf_sharded"), exchange=way)

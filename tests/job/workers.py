@@ -37,7 +37,7 @@ from tests.ranks import start_ranks
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/torch"
 MODEL_SCRIPT = FIXTURES / "make/common.py"
-EXCHANGES = ("none", "shared-memory", "all-to-all")
+EXCHANGES: tuple[Any, ...] = ("none", "shared-memory", "all-to-all")
 
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
 CASES: dict[str, tuple[str, tuple[int, ...], tuple[Placement, ...] | None]] = {
@@ -80,7 +80,7 @@ def memory(rank: int, world_size: int, rendezvous: str, out: str) -> None:
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def _memory_of(way: str, path: str) -> dict[str, int]:
+def _memory_of(way: Any, path: str) -> dict[str, int]:
     """Bytes by which the process grew at most, and the largest buffers that the report tells of."""
     state = {name: torch.ones_like(tensor) for name, tensor in load_file(path).items()}
     small = {name: torch.ones_like(tensor) for name, tensor in load_file(path.replace("big", "small")).items()}
@@ -182,7 +182,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return bits
 
 
-def _case(name: str, way: str, world_size: int) -> dict[str, Any]:
+def _case(name: str, way: Any, world_size: int) -> dict[str, Any]:
     fixture, shape, placements = CASES[name]
     sizes = (world_size,) if shape == (-1,) or world_size == 1 else (2, world_size // 2)
     placements = placements[: len(sizes)] if placements is not None else None

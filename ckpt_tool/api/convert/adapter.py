@@ -15,7 +15,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.safetensors.index_file import READER
 from ckpt_tool.layout.names import Spelling, spellings
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.store import Listing
 
@@ -72,14 +72,14 @@ def _check_kinds(base: Checkpoint, adapter: Checkpoint) -> None:
             raise Unsupported(
                 f"{what} is {each.format}, expected a folder of safetensors files",
                 where=each.url,
-                hint=f"ckpt export {each.url} OUT writes one",
+                hint=f"ckpt export {shell_word(each.url)} OUT writes one",
             )
         if each.source.listing.entry is not None:
             folder = each.url.rpartition("/")[0] or "."
             raise UsageError(f"{what} is a single file", where=each.url, hint=f"name its folder: {folder}")
         missing = each.manifest.info.get("missing_files")
         if missing:
-            raise UsageError(f"{missing[0]} is missing", where=each.url, hint=f"ckpt verify {each.url}")
+            raise UsageError(f"{missing[0]} is missing", where=each.url, hint=f"ckpt verify {shell_word(each.url)}")
     if not isinstance(adapter.manifest.info.get("adapter"), dict):
         raise UsageError(
             "no adapter: there is no adapter_config.json", where=adapter.url, hint="name the folder that PEFT saved"
@@ -90,7 +90,7 @@ def _check_kinds(base: Checkpoint, adapter: Checkpoint) -> None:
         raise UsageError(
             f"both have a tensor {doubled!r}",
             where=adapter.url,
-            hint=f"ckpt edit {adapter.url} OUT --rename 'RE=TEXT' gives the adapter's other names",
+            hint=f"ckpt edit {shell_word(adapter.url)} OUT --rename 'RE=TEXT' gives the adapter's other names",
         )
 
 
@@ -103,8 +103,8 @@ def _check_fit(base: Manifest, adapter: Manifest) -> str:
         if found is None:
             if any(spelling.adapter for spelling in spellings(fqn, {})):
                 raise LayoutError(
-                    f"{fqn!r} adapts a weight that {base.root} does not have",
-                    where=adapter.root,
+                    f"{fqn!r} adapts a weight that {base.where} does not have",
+                    where=adapter.where,
                     hint="the adapter is one of another model; ckpt inspect shows the names of both",
                 )
             continue
@@ -117,17 +117,17 @@ def _check_fit(base: Manifest, adapter: Manifest) -> str:
             if len(shape) == 2 and len(sizes) == 2 and own not in sizes:
                 raise LayoutError(
                     f"{fqn!r} is {list(shape)} and adapts {name!r}, which is {list(sizes)}: no side of it is {own:,}",
-                    where=adapter.root,
+                    where=adapter.where,
                     hint="the adapter is one of another model",
                 )
         elif spelling.adapter is None:
             n_saved += 1
             if shape != sizes:
                 raise LayoutError(
-                    f"{fqn!r} is {list(shape)} in place of {name!r}, which is {list(sizes)}", where=adapter.root
+                    f"{fqn!r} is {list(shape)} in place of {name!r}, which is {list(sizes)}", where=adapter.where
                 )
     if not n_factors + n_saved:
-        raise LayoutError(f"none of its tensors adapts one of {base.root}", where=adapter.root)
+        raise LayoutError(f"none of its tensors adapts one of {base.where}", where=adapter.where)
     return f"{counted(n_factors, 'factor')} of weights and {counted(n_saved, 'weight')} in their place"
 
 

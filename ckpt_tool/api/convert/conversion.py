@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
 from ckpt_tool.api.manifest_file import check_replaceable, manifest_beside, write_manifest
-from ckpt_tool.dtypes import DType
+from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.around import owners_of
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport, TakenDigests
@@ -44,6 +44,7 @@ __all__ = [
     "build_conversion",
     "cast_model",
     "manifest_url_for",
+    "uncast_notes",
     "wanted_dtype",
     "whole_boxes",
 ]
@@ -326,15 +327,21 @@ def _blob_bytes(checkpoint: Checkpoint, blobs: Sequence[Blob]) -> Mapping[str, b
 
 
 def wanted_dtype(name: str | None) -> DType | None:
-    """The type that a caller asks for by ``name``.
+    """The floating type that a caller asks for by ``name``.
 
     Raises:
-        UsageError: no such type.
+        UsageError: no such type, or one that values are not just rounded to.
     """
+    if name is None:
+        return None
+    hint = "one of: " + " ".join(kind.name for kind in DTYPES.values() if kind.is_castable)
     try:
-        return None if name is None else dtype_named(name)
+        found = dtype_named(str(name))
     except Unsupported as error:
-        raise UsageError(error.message, hint=error.hint) from None
+        raise UsageError(error.message, hint=hint) from None
+    if not found.is_castable:
+        raise UsageError(f"floating weights are cast to floating types, {found.name} is none", hint=hint)
+    return found
 
 
 def cast_model(tensors: TensorTable, dtype: DType | None, *, buffers: Collection[str] = ()) -> TensorTable:
@@ -346,10 +353,18 @@ def cast_model(tensors: TensorTable, dtype: DType | None, *, buffers: Collection
         return tensors
     model, kept = SECTIONS.index("model"), frozenset(buffers)
     dtypes = tuple(
-        dtype if kind.kind == "float" and section == model and not {fqn, fqn.partition(".")[2]} & kept else kind
+        dtype if kind.is_castable and section == model and not {fqn, fqn.partition(".")[2]} & kept else kind
         for fqn, kind, section in zip(tensors.fqns, tensors.dtypes, tensors.section.tolist(), strict=True)
     )
     return replace(tensors, dtypes=dtypes)
+
+
+def uncast_notes(tensors: TensorTable, dtype: DType | None) -> list[str]:
+    """A note on weights that stay as they are in a cast, for several of their elements are packed into a byte."""
+    packed = [kind.name for kind in tensors.dtypes if kind.kind == "float" and not kind.is_castable]
+    if dtype is None or not packed:
+        return []
+    return [f"{counted(len(packed), 'tensor', 'are')} {', '.join(sorted(set(packed)))}, packed, and stay so"]
 
 
 def whole_boxes(tensors: TensorTable) -> BoxTable:

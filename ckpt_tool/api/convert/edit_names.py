@@ -10,7 +10,7 @@ from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.layout.names import without_wrappers
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.select import matching
+from ckpt_tool.manifest.select import matching, texts
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
@@ -24,11 +24,11 @@ class NameChanges:
 
     rename: Sequence[tuple[str, str]] = ()
     r"""(regular expression, text) pairs, applied in order; ``\1`` is the first group."""
-    strip_prefixes: Sequence[str] = ()
+    strip_prefixes: str | Sequence[str] = ()
     """Taken off, the first that fits."""
     strip_wrappers: bool = False
     """Take out what DDP, FSDP, torch.compile and activation checkpointing put into names."""
-    drop: Sequence[str] = ()
+    drop: str | Sequence[str] = ()
     """Globs or ``re:`` patterns."""
     drop_optimizer: bool = False
 
@@ -85,19 +85,19 @@ def new_names(manifest: Manifest, changes: NameChanges) -> NewNames:
             blob.fqn: "optimizer state" for blob in manifest.blobs if section_of(blob.path, blob.fqn) == "optimizer"
         }
         if not going:
-            raise NotFound("there is no optimizer state to drop", where=manifest.root)
-    for pattern in changes.drop:
+            raise NotFound("there is no optimizer state to drop", where=manifest.where)
+    for pattern in texts(changes.drop):
         both = [*fqns, *objects]
         hits = matching(pattern, both)
         if not hits:
-            raise UsageError(f"nothing fits --drop {pattern!r}", where=manifest.root, hint="ckpt inspect lists names")
+            raise UsageError(f"nothing fits --drop {pattern!r}", where=manifest.where, hint="ckpt inspect lists names")
         going |= {both[hit]: f"fits {pattern}" for hit in hits}
-    mapped = _map(changes, [*fqns, *objects], manifest.root)
+    mapped = _map(changes, [*fqns, *objects], manifest.where)
     kept = {fqn: mapped(fqn) for fqn in fqns if fqn not in going}
     kept_objects = {fqn: mapped(fqn) for fqn in objects if fqn not in going}
     if not kept:
-        raise NotFound(f"none of {counted(len(fqns), 'tensor')} is left", where=manifest.root)
-    _check_collisions((*kept.items(), *kept_objects.items()), manifest.root)
+        raise NotFound(f"none of {counted(len(fqns), 'tensor')} is left", where=manifest.where)
+    _check_collisions((*kept.items(), *kept_objects.items()), manifest.where)
     return NewNames(kept, kept_objects, tuple(Dropped(fqn, why) for fqn, why in going.items()))
 
 
@@ -105,8 +105,8 @@ def _is_optimizer(section: int) -> bool:
     return SECTIONS[section] == "optimizer"
 
 
-def _map(changes: NameChanges, fqns: Sequence[str], root: str) -> Callable[[str], str]:
-    compiled = []
+def _map(changes: NameChanges, fqns: Sequence[str], where: str) -> Callable[[str], str]:
+    compiled, prefixes = [], texts(changes.strip_prefixes)
     for pattern, text in changes.rename:
         try:
             found = re.compile(pattern.removeprefix("re:"))
@@ -121,7 +121,7 @@ def _map(changes: NameChanges, fqns: Sequence[str], root: str) -> Callable[[str]
         for number, (pattern, text) in enumerate(compiled):
             fqn, n = pattern.subn(text, fqn)
             used[number] += n
-        fitting = [prefix for prefix in changes.strip_prefixes if fqn.startswith(prefix)]
+        fitting = [prefix for prefix in prefixes if fqn.startswith(prefix)]
         stripped.update(fitting)
         prefix = next(iter(fitting), "")
         fqn = fqn[len(prefix) :]
@@ -131,28 +131,30 @@ def _map(changes: NameChanges, fqns: Sequence[str], root: str) -> Callable[[str]
         mapped(fqn)
     for number, (searched, _) in enumerate(compiled):
         if not used[number]:
-            raise UsageError(f"no name fits --rename {searched.pattern!r}", where=root, hint="ckpt inspect lists names")
+            raise UsageError(
+                f"no name fits --rename {searched.pattern!r}", where=where, hint="ckpt inspect lists names"
+            )
     if changes.strip_wrappers and all(without_wrappers(fqn) == fqn for fqn in fqns):
         raise UsageError(
-            "no name has anything that --strip-wrappers takes out", where=root, hint="ckpt inspect lists names"
+            "no name has anything that --strip-wrappers takes out", where=where, hint="ckpt inspect lists names"
         )
-    unused = [prefix for prefix in changes.strip_prefixes if prefix not in stripped]
+    unused = [prefix for prefix in prefixes if prefix not in stripped]
     if unused:
         raise UsageError(
-            f"no name begins with --strip-prefix {unused[0]!r}", where=root, hint="ckpt inspect lists names"
+            f"no name begins with --strip-prefix {unused[0]!r}", where=where, hint="ckpt inspect lists names"
         )
     return mapped
 
 
-def _check_collisions(names: Iterable[tuple[str, str]], root: str) -> None:
+def _check_collisions(names: Iterable[tuple[str, str]], where: str) -> None:
     owners: dict[str, str] = {}
     for old, new in names:
         if not new:
-            raise UsageError(f"nothing would be left of the name {old!r}", where=root)
+            raise UsageError(f"nothing would be left of the name {old!r}", where=where)
         if new in owners:
             raise UsageError(
                 f"{owners[new]!r} and {old!r} would both be called {new!r}",
-                where=root,
+                where=where,
                 hint="make the pattern more exact, or drop one of them with --drop",
             )
         owners[new] = old

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
@@ -17,6 +18,7 @@ from ckpt_tool.api.convert.conversion import (
     Dropped,
     build_conversion,
     cast_model,
+    uncast_notes,
     wanted_dtype,
     whole_boxes,
 )
@@ -24,7 +26,7 @@ from ckpt_tool.api.convert.hf_names import names_options, with_hf_names
 from ckpt_tool.api.convert.masters import of_masters
 from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
-from ckpt_tool.api.convert.running import Running, check_running, execution_of
+from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.tied import without_tied
 from ckpt_tool.engine.base import Progress
@@ -76,8 +78,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     naming: str | os.PathLike[str] | None = None,
     facts: Mapping[str, int] | None = None,
     true_vocab: int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     dtype: str | None = None,
     masters: bool = False,
     tied: Literal["keep", "drop", "auto"] = "auto",
@@ -117,8 +119,11 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     Raises:
         CkptError: see ``errors``; anything that would be lost silently is refused instead.
     """
-    check_running(running, "prepare_export")
-    execution = execution_of(target, running)
+    execution = execution_of(target, running, "prepare_export")
+    check_arguments(
+        names=(names, ("source", "hf")), tied=(tied, ("keep", "drop", "auto")), true_vocab=(true_vocab, 1),
+        max_shard_nbytes=(max_shard_nbytes, 1),
+    )  # fmt: skip
     writer = writer_named(to or _by_suffix(target))
     to = writer.name
     if writer.per_rank and to not in _WHOLE_ON_ONE_RANK:
@@ -182,7 +187,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         mesh=None,
         blobs=blobs,
         dropped=dropped,
-        notes=notes,
+        notes=[*notes, *uncast_notes(manifest.tensors, wanted_dtype(dtype))],
         options=WriterOptions(
             max_shard_nbytes=max_shard_nbytes, origins=_first_bytes(manifest) if share_blocks else {}
         ),

@@ -206,7 +206,7 @@ def _output_layer_notes(manifest: Manifest, names: set[str], *, is_whole: bool) 
     if isinstance(args, Mapping) and args.get("untie_embeddings_and_output_weights") is True:
         raise LayoutError(
             "the output layer is not there, though args say that it is not tied to the embedding",
-            where=manifest.root,
+            where=manifest.where,
             hint='"ckpt verify" tells what is missing',
         )
     yield "no output layer is stored: it is tied to the embedding (tie_word_embeddings in the config)"

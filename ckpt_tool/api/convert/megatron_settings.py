@@ -74,7 +74,7 @@ def with_made_arguments(
             if name not in arguments and known.get(name, value) != value and name != "padded_vocab_size":
                 raise LayoutError(
                     f"{name} is {known[name]!r} by {told[name]} and {value!r} by {name_of_source}",
-                    where=whole.root,
+                    where=whole.where,
                     hint=f"say which: --arg {name}=VALUE",
                 )
             known[name], told[name] = value, name_of_source
@@ -84,7 +84,7 @@ def with_made_arguments(
         names = ", ".join(text.split("=")[0].removeprefix("--arg ") for text in missing)
         raise LayoutError(
             f"the source has no args of a Megatron run, and neither its tensors nor {_settings(whole)} tell {names}",
-            where=whole.root,
+            where=whole.where,
             hint=f"say them with {' '.join(missing)}, or give the model's config with --config config.json",
         )
     blobs, dropped = _for_megatron(taken.blobs, known)
@@ -96,7 +96,7 @@ def with_made_arguments(
         info["folder"] = "release"
     elif type(info.get("step")) is not int:
         raise LayoutError(
-            "the iteration is not known, by which Megatron finds a checkpoint", where=whole.root,
+            "the iteration is not known, by which Megatron finds a checkpoint", where=whole.where,
             hint="say it with --arg iteration=N",
         )  # fmt: skip
     said = ", ".join(f"{name} {known[name]}" for name in _NEEDED)

@@ -8,18 +8,20 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
     build_conversion,
     cast_model,
+    uncast_notes,
     wanted_dtype,
     whole_boxes,
 )
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
-from ckpt_tool.api.convert.running import Running, check_running, execution_of
+from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.stored_boxes import Storing, stored_boxes
 from ckpt_tool.api.convert.taken import Taken
@@ -73,8 +75,8 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     dp_mode: Literal["shard", "replicate"] = "shard",
     replicas: Literal["auto", "once", "all"] = "auto",
     dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     rank_state: Literal["keep", "drop", "emit"] | None = None,
     unequal: str | Sequence[str] | None = None,
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
@@ -137,8 +139,16 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         LayoutError: names that no rule covers, or a mesh that does not fit.
         CkptError: see ``errors``.
     """
-    check_running(running, "prepare_reshard")
-    execution = execution_of(target, running)
+    execution = execution_of(target, running, "prepare_reshard")
+    check_arguments(
+        default=(default, (None, "shard0", "replicate")),
+        dp_mode=(dp_mode, ("shard", "replicate")),
+        replicas=(replicas, ("auto", "once", "all")),
+        rank_state=(rank_state, (None, "keep", "drop", "emit")),
+        names=(names, ("source", "hf", "megatron-fsdp")),
+        tp=(tp, 1), pp=(pp, 1), dp=(dp, 1), ep=(ep, 1), etp=(etp, 1), vpp=(vpp, 1), true_vocab=(true_vocab, 1),
+        first_stage_layers=(first_stage_layers, 0), last_stage_layers=(last_stage_layers, 0),
+    )  # fmt: skip
     writer = writer_named(to)
     target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
     if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
@@ -195,6 +205,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
                 carried = replace(carried, manifest=manifest, blobs=blobs)
         manifest = carried.manifest
         tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
+        notes += uncast_notes(manifest.tensors, options.model_dtype)
         if taken.dtypes:
             kinds = zip(tensors.fqns, tensors.dtypes, strict=True)
             tensors = replace(tensors, dtypes=tuple(taken.dtypes.get(fqn, kind) for fqn, kind in kinds))

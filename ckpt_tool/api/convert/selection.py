@@ -11,11 +11,11 @@ from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.errors import CoverageError, Unsupported
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.manifest.select import OF_TYPES, matching, select
+from ckpt_tool.manifest.select import OF_TYPES, matching, select, texts
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["Selection", "no_tensors", "select_tensors"]
 
@@ -64,9 +64,9 @@ def no_tensors(blobs: Sequence[Blob], taken: Manifest) -> list[Dropped]:
 def select_tensors(
     checkpoint: Checkpoint,
     *,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    sections: Sequence[str] | None,
+    include: str | Sequence[str],
+    exclude: str | Sequence[str],
+    sections: str | Sequence[str] | None,
     unequal: str | Sequence[str] | None,
 ) -> Selection:
     """The tensors that fit, with exact payload positions, and the objects that go along.
@@ -88,6 +88,8 @@ def select_tensors(
         IntegrityError: copies of a tensor differ, and no rule says what to do.
         UsageError: a rule that cannot be read, or does not fit what ranks hold.
     """
+    include, exclude = texts(include), texts(exclude)
+    sections = None if sections is None else texts(sections)
     manifest = checkpoint.manifest
     missing = manifest.info.get("missing_files") or ()
     if missing:
@@ -95,7 +97,7 @@ def select_tensors(
         raise CoverageError(
             f"tensors of {counted(len(missing), 'missing file')} would be lost: {named}",
             where=checkpoint.url,
-            hint=f'fetch them; "ckpt verify {checkpoint.url}" lists all',
+            hint=f'fetch them; "ckpt verify {shell_word(checkpoint.url)}" lists all',
         )
     left_out = {pattern: _objects_that_fit(manifest, pattern) for pattern in exclude}
     of_tensors = [pattern for pattern in exclude if not left_out[pattern] or _fits_a_tensor(manifest, pattern)]

@@ -12,7 +12,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
@@ -110,8 +110,10 @@ def _unequal(checkpoint: Checkpoint, fqns: set[str]) -> dict[str, Finding]:
 
 def _hint(fqn: str, manifest: Manifest) -> str:
     if fqn in manifest.info.get("flat_parameters", ()):
-        return f"a flat parameter is another part of the model on each rank; leave it out with --exclude '{fqn}'"
+        return (
+            f"a flat parameter is another part of the model on each rank; leave it out with --exclude {shell_word(fqn)}"
+        )
     return (
         f"put them one behind another with --unequal '{fqn}=concat:0', take the first rank's with --unequal first, or "
-        f"leave it out with --exclude '{fqn}'"
+        f"leave it out with --exclude {shell_word(fqn)}"
     )

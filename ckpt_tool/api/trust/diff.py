@@ -29,6 +29,7 @@ from ckpt_tool.engine.elements import bit_dtype
 from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.select import texts
 from ckpt_tool.plan.build import PlanLimits, plan_reads
 
 __all__ = ["DiffReport", "diff"]
@@ -41,11 +42,11 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     a: str | os.PathLike[str] | Checkpoint,
     b: str | os.PathLike[str] | Checkpoint,
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     section: str | None = None,
     map_names: Sequence[tuple[str, str]] = (),
-    strip_prefixes: Sequence[str] = (),
+    strip_prefixes: str | Sequence[str] = (),
     names: str = "auto",
     everything: bool = False,
     allow_cast: bool = False,
@@ -84,6 +85,7 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
         CoverageError: a tensor that is to be compared is incomplete.
         UsageError: names cannot be mapped, or meet on one side.
     """
+    include, exclude = texts(include), texts(exclude)
     started = time.perf_counter()
     with ExitStack() as stack:
         tables = [not isinstance(each, Checkpoint) and is_manifest_file(each) for each in (a, b)]

@@ -9,7 +9,7 @@ from ckpt_tool.api.trust.pairing import is_noise
 from ckpt_tool.errors import CoverageError, NotFound
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["DiffRows", "select_rows"]
 
@@ -24,7 +24,7 @@ class DiffRows:
                 f"{counted(len(missing), 'file', 'are')} missing, and which tensors they held is not known: "
                 f"{missing[0]}",
                 where=url,
-                hint=f'fetch them; "ckpt verify {url}" lists all',
+                hint=f'fetch them; "ckpt verify {shell_word(url)}" lists all',
             )
         self.manifest = manifest
         fqns = self.manifest.tensors.fqns

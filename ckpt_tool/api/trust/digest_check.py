@@ -41,7 +41,7 @@ def check_digests(
     checkpoint: Checkpoint,
     recorded: DigestTable,
     *,
-    strip_prefixes: Sequence[str] = (),
+    strip_prefixes: str | Sequence[str] = (),
     require_all: bool = False,
     memory_budget_bytes: int,
     n_workers: int | None = None,

@@ -12,6 +12,7 @@ from ckpt_tool.compare.tiles import Pair
 from ckpt_tool.errors import UsageError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.select import texts
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
@@ -49,7 +50,7 @@ def is_noise(fqn: str) -> bool:
     return _NOISE.search(fqn) is not None
 
 
-def name_map(replacements: Sequence[tuple[str, str]], strip_prefixes: Sequence[str]) -> NameMap:
+def name_map(replacements: Sequence[tuple[str, str]], strip_prefixes: str | Sequence[str]) -> NameMap:
     r"""The map that applies regular expressions in order, and then takes off the first prefix that fits.
 
     A pattern is one of Python's, with or without ``re:`` before it; in what replaces it ``\1`` is its first group.
@@ -60,12 +61,12 @@ def name_map(replacements: Sequence[tuple[str, str]], strip_prefixes: Sequence[s
     Raises:
         UsageError: a pattern or what replaces it cannot be read.
     """
-    compiled = [_compiled(pattern, text) for pattern, text in replacements]
+    compiled, prefixes = [_compiled(pattern, text) for pattern, text in replacements], texts(strip_prefixes)
 
     def mapped(fqn: str) -> str:
         for pattern, text in compiled:
             fqn = pattern.sub(text, fqn)
-        prefix = next((prefix for prefix in strip_prefixes if fqn.startswith(prefix)), "")
+        prefix = next((prefix for prefix in prefixes if fqn.startswith(prefix)), "")
         return fqn[len(prefix) :]
 
     return mapped
@@ -134,7 +135,7 @@ def _names(manifest: Manifest, rows: Sequence[int], mapped: NameMap) -> dict[str
         if name in names:
             raise UsageError(
                 f"{manifest.tensors.fqns[names[name]]!r} and {fqn!r} would both be called {name!r}",
-                where=manifest.root,
+                where=manifest.where,
                 hint="make the pattern more exact, or leave one out with --exclude",
             )
         names[name] = row

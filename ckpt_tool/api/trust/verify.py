@@ -40,7 +40,7 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
     level: str = "default",
     memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
     manifest: str | os.PathLike[str] | None = None,
-    strip_prefixes: Sequence[str] = (),
+    strip_prefixes: str | Sequence[str] = (),
     require_all: bool = False,
     against: str | os.PathLike[str] | Checkpoint | None = None,
     n_workers: int | None = None,

@@ -29,7 +29,7 @@ def compare_with(
     checkpoint: Checkpoint,
     other: str | os.PathLike[str] | Checkpoint,
     *,
-    strip_prefixes: Sequence[str] = (),
+    strip_prefixes: str | Sequence[str] = (),
     require_all: bool = False,
     memory_budget_bytes: int,
     n_workers: int | None = None,

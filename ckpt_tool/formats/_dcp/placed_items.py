@@ -8,10 +8,11 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._dcp.item_lengths import item_lengths
 from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunks, WrittenItem, WrittenTensor
 from ckpt_tool.formats._dcp.written_items import ItemKind, ItemKinds, is_writable
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats.base import BoxTable, Segment
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.model import KeyPath
@@ -94,10 +95,7 @@ def check_dtypes(tensors: TensorTable) -> None:
     Raises:
         Unsupported: it has not; the message names each dtype with a tensor.
     """
-    refused = {d.name: fqn for d, fqn in zip(tensors.dtypes, tensors.fqns, strict=True) if not is_writable(d)}
-    if refused:
-        listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in sorted(refused.items()))
-        raise Unsupported(f"torch has no plain tensors of these types: {listed}", hint="leave them out with --exclude")
+    check_types(tensors, "torch has no plain tensors of", lambda kind, _: is_writable(kind))
 
 
 def place_boxes(

@@ -18,7 +18,7 @@ from ckpt_tool.formats._zip.layout import ZipLayout, item_layout, torch_members
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["ItemKind", "ItemKinds", "foreign_names", "is_writable", "object_item"]
 
@@ -85,7 +85,7 @@ def object_item(blob: Blob, original: bytes | None) -> bytes:
     if held:
         raise Unsupported(
             f"the object {blob.fqn!r} holds {counted(len(held), 'tensor')} whose bytes are not at hand",
-            hint=f"leave it out with --exclude {blob.fqn!r}",
+            hint=f"leave it out with --exclude {shell_word(blob.fqn)}",
         )
     try:
         layout = ZipLayout(torch_members(dump_pickle(blob.value), ()))

@@ -27,6 +27,7 @@ __all__ = [
     "Header",
     "build_header",
     "entry_fields",
+    "has_type",
     "header_nbytes",
     "parse_header",
 ]
@@ -257,6 +258,11 @@ def _check_extents(
             where=f"{where}:{data_start + reached}",
         )
     return tuple(aliases)
+
+
+def has_type(dtype: DType, shape: Sequence[int]) -> bool:
+    """Whether a header has words for a tensor of this type and shape."""
+    return dtype.safetensors is not None and (dtype is not _FP4 or len(shape) > 0)
 
 
 def entry_fields(dtype: DType, shape: Sequence[int]) -> tuple[str, list[int]]:

@@ -15,6 +15,7 @@ import numpy as np
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import Unsupported
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.nodes import Device, OrderedMap, PathText, Size
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
@@ -25,7 +26,7 @@ from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["Storage", "WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
@@ -51,14 +52,11 @@ def check_dtypes(tensors: TensorTable) -> None:
     Raises:
         Unsupported: it has not; the message names each dtype with a tensor.
     """
-    refused = {
-        dtype.name: fqn
-        for dtype, fqn in zip(tensors.dtypes, tensors.fqns, strict=True)
-        if dtype.kind in ("quantized", "opaque") or dtype.bits % 8
-    }
-    if refused:
-        listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
-        raise Unsupported(f"torch has no plain tensors of these types: {listed}", hint="leave them out with --exclude")
+    check_types(
+        tensors,
+        "torch has no plain tensors of",
+        lambda kind, _: kind.kind not in ("quantized", "opaque") and kind.bits % 8 == 0,
+    )
 
 
 def blob_entry(blob: Blob) -> tuple[KeyPath, Any]:
@@ -73,7 +71,7 @@ def blob_entry(blob: Blob) -> tuple[KeyPath, Any]:
         raise Unsupported(
             "the object has tensors inside, which stay in their own file",
             where=blob.fqn,
-            hint=f"leave it out with --exclude {blob.fqn!r}",
+            hint=f"leave it out with --exclude {shell_word(blob.fqn)}",
         )
     return blob.path or (blob.fqn,), blob.value
 

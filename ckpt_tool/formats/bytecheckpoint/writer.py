@@ -28,7 +28,7 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import SECTIONS as MANIFEST_SECTIONS
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["WRITER", "ByteCheckpointWriter"]
 
@@ -290,7 +290,7 @@ def _extra_tensors(plan: _Plan) -> dict[int, list[tuple[int, int]]]:
                 raise Unsupported(
                     "extra state of ByteCheckpoint is whole, this tensor is cut into boxes",
                     where=meta.fqn,
-                    hint=f"leave it out with --exclude {meta.fqn!r}",
+                    hint=f"leave it out with --exclude {shell_word(meta.fqn)}",
                 )
             held.setdefault(int(boxes.rank[row]) if named is None else named, []).append((tensor, row))
     beyond = [rank for rank in held if rank >= request.world_size]

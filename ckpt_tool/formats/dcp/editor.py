@@ -10,6 +10,7 @@ from ckpt_tool.formats.dcp.metadata_pickle import metadata_pickle
 from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME
 from ckpt_tool.formats.edited import Edit, EditedFile, EditedFiles
 from ckpt_tool.manifest.model import FileRange, KeyPath, Manifest
+from ckpt_tool.sizes import shell_word
 
 __all__ = ["EDITOR", "DcpEditor"]
 
@@ -27,17 +28,19 @@ class DcpEditor:
         """
         if edit.metadata or edit.repair:
             what = "metadata" if edit.metadata else "repair"
-            raise Unsupported(f"DCP has nothing that --{what} could change", where=manifest.root)
+            raise Unsupported(f"DCP has nothing that --{what} could change", where=manifest.where)
         if METADATA_NAME not in source.listing:
             raise Unsupported(
                 "saved without collectives, each rank with metadata of its own",
-                where=manifest.root,
+                where=manifest.where,
                 hint="ckpt reshard SRC OUT --to dcp joins them",
             )
         found = load_metadata(source.read_whole(METADATA_NAME), METADATA_NAME)
         stored = found.storage.records()
         if any(transforms for *_, transforms in stored.values()):
-            raise Unsupported("compressed items are not edited", where=manifest.root, hint="ckpt reshard rewrites them")
+            raise Unsupported(
+                "compressed items are not edited", where=manifest.where, hint="ckpt reshard rewrites them"
+            )
         kept = {
             key: info
             for key, info in stored.items()
@@ -99,7 +102,7 @@ def _files(
     return files, places
 
 
-def _is_needed(sizes: tuple[int, ...], fqn: str, root: str) -> bool:
+def _is_needed(sizes: tuple[int, ...], fqn: str, where: str) -> bool:
     """False for a chunk without elements, which no item stands for.
 
     Raises:
@@ -107,7 +110,8 @@ def _is_needed(sizes: tuple[int, ...], fqn: str, root: str) -> bool:
     """
     if 0 in sizes:
         return False
-    raise CoverageError(f"no item holds a chunk of {fqn!r}", where=root, hint=f'"ckpt verify {root}" lists all')
+    hint = f'"ckpt verify {shell_word(where)}" lists all'
+    raise CoverageError(f"no item holds a chunk of {fqn!r}", where=where, hint=hint)
 
 
 def _path(path: KeyPath, old: str, new: str) -> KeyPath:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import Unsupported, UsageError
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.gguf.header import MAGIC
@@ -46,6 +47,7 @@ class GgufWriter:
         """
         tensors, boxes = request.tensors, request.boxes
         whole_rows(request, "a GGUF file")
+        check_types(tensors, "GGUF has no elements of", lambda kind, _: ggml_number(kind) is not None)
         path = request.options.file_name or _FILE_NAME
         if not path.endswith(".gguf") or "/" in path:
             raise UsageError(f"{path!r} is no name for a GGUF file", hint="name it like model.gguf")
@@ -81,7 +83,7 @@ def _pairs(request: WriteRequest) -> dict[str, Any]:
 def _entry(fqn: str, dtype: DType, shape: tuple[int, ...], place: int) -> bytes:
     found = ggml_number(dtype)
     if found is None:
-        raise Unsupported(f"GGUF has no elements of {dtype.name}", where=fqn, hint="--exclude it, or cast with --dtype")
+        raise Unsupported(f"GGUF has no elements of {dtype.name}", where=fqn)
     if len(shape) > _MAX_NDIM:
         raise Unsupported(
             f"{counted(len(shape), 'dimension')}, GGUF has at most {_MAX_NDIM}", where=fqn, hint="--exclude it"

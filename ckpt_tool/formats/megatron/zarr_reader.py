@@ -32,7 +32,7 @@ from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 from ckpt_tool.storage.subfolder import places_below
 
 __all__ = ["READER", "MegatronZarrReader"]
@@ -108,7 +108,7 @@ class MegatronZarrReader:
                 f"{CONFIG_NAME} is missing beside folders with .zarray: mcore writes it last, so the save did not end, "
                 "or not all was copied",
                 where=source.listing.url,
-                hint=f"fetch it; else ckpt verify {source.listing.url} --salvage OUT --like ANOTHER_STEP",
+                hint=f"fetch it; else ckpt verify {shell_word(source.listing.url)} --salvage OUT --like ANOTHER_STEP",
             )
         with places_below(location.folder):
             return self._read(source, location)

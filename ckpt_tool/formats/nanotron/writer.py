@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_tool.errors import LayoutError, Unsupported
-from ckpt_tool.formats._safetensors.header import build_header
+from ckpt_tool.formats._element_types import check_types
+from ckpt_tool.formats._safetensors.header import build_header, has_type
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.nanotron.location import METADATA, ONE_RANK, model_file
@@ -96,6 +97,7 @@ def _check(request: WriteRequest) -> None:
             f"nanotron is written its weights, the source has {counted(len(names), 'other entry')}: {shown}",
             hint="leave out --all",
         )
+    check_types(request.tensors, "safetensors has no such type:", has_type)
 
 
 def _is_cut(fqn: str) -> bool:

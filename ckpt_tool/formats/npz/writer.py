@@ -88,8 +88,10 @@ def _notes(tensors: TensorTable) -> tuple[str, ...]:
     kinds = sorted({tensors.dtypes[tensors.index[fqn]].name for fqn in void})
     note = (
         f"{counted(len(void), 'tensor', 'are')} {', '.join(kinds)}, which numpy has no name for: they load as void "
-        "elements, array.view(ml_dtypes.bfloat16) shows them; --dtype fp32 avoids this"
+        "elements, array.view(ml_dtypes.bfloat16) shows them"
     )
+    if all(tensors.dtypes[tensors.index[fqn]].is_castable for fqn in void):
+        note += "; --dtype fp32 avoids this"
     return (note,)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.orbax.arrays import zarr2_name
 from ckpt_tool.formats.orbax.leaves import NewLeaf, leaves_of, tree_document
@@ -46,6 +47,7 @@ class OrbaxWriter:
             Unsupported: dtypes that zarr lacks, names that collide or that no folder can have.
             LayoutError: boxes that form no grid.
         """
+        check_types(request.tensors, "zarr has no elements of", lambda kind, _: zarr2_name(kind) is not None)
         leaves, notes = leaves_of(request)
         plan = _Plan(request)
         for leaf in leaves:
@@ -114,7 +116,7 @@ class _Plan:
         ndim = len(meta.shape)
         offsets, sizes = self.request.boxes.offsets[rows, :ndim], self.request.boxes.sizes[rows, :ndim]
         chunks = _grid(meta.fqn, meta.shape, offsets, sizes) if meta.numel else meta.shape
-        self._describe(name, _code(meta.dtype, meta.fqn), meta.shape, chunks)
+        self._describe(name, _code(meta.dtype), meta.shape, chunks)
         nbytes = meta.dtype.nbytes(int(np.prod(chunks, dtype=np.int64)))
         indexes = (offsets // np.array(chunks, dtype=np.int64)).tolist() if meta.numel else []
         self.file[rows] = len(self.entries) + np.arange(len(rows))
@@ -141,12 +143,10 @@ def _key(index: Sequence[int]) -> str:
     return ".".join(map(str, index)) if index else "0"
 
 
-def _code(dtype: DType, fqn: str) -> str:
+def _code(dtype: DType) -> str:
     code = zarr2_name(dtype)
     if code is None:
-        raise Unsupported(
-            f"zarr has no elements of {dtype.name}", where=fqn, hint="leave it out with --exclude, or cast with --dtype"
-        )
+        raise Unsupported(f"zarr has no elements of {dtype.name}")
     return code
 
 

@@ -14,7 +14,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.edited import Edit, EditedFile, EditedFiles
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX
 from ckpt_tool.manifest.model import FileRange, Manifest
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["EDITOR", "SafetensorsEditor"]
 
@@ -69,8 +69,8 @@ def _check(manifest: Manifest) -> None:
     if missing:
         raise CoverageError(
             f"tensors of {counted(len(missing), 'missing file')} would be lost: {missing[0]}",
-            where=manifest.root,
-            hint=f'fetch them, or take what is here with "ckpt verify {manifest.root} --salvage OUT"',
+            where=manifest.where,
+            hint=f'fetch them, or take what is here with "ckpt verify {shell_word(manifest.where)} --salvage OUT"',
         )
 
 

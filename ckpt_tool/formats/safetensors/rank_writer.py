@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
-from ckpt_tool.formats._safetensors.header import build_header, entry_fields
+from ckpt_tool.formats._safetensors.header import build_header, has_type
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayOut
 from ckpt_tool.formats.safetensors.names import SUFFIX, rank_file
@@ -170,7 +170,7 @@ def _describe(
                 where=meta.fqn,
                 hint="keep tensors of this type whole",
             )
-        is_bytes = not _is_native(meta.dtype, sizes)
+        is_bytes = not has_type(meta.dtype, sizes)
         described.append((stored, _BYTES, (meta.dtype.nbytes(numel),)) if is_bytes else (stored, meta.dtype, sizes))
         fields[stored] = box_fields(stored, meta, offsets, sizes, is_bytes=is_bytes)
     return described, fields
@@ -200,15 +200,6 @@ def _free_name(fqn: str, taken: dict[str, dict[str, Any]], request: WriteRequest
     while f"{fqn}@{i}" in taken or f"{fqn}@{i}" in request.tensors.index:
         i += 1
     return f"{fqn}@{i}"
-
-
-def _is_native(dtype: DType, sizes: tuple[int, ...]) -> bool:
-    """Whether safetensors can say this dtype and box."""
-    try:
-        entry_fields(dtype, sizes)
-    except Unsupported:
-        return False
-    return True
 
 
 def _lay_out_blobs(request: WriteRequest) -> tuple[tuple[Blob, ...], list[Segment]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ckpt_tool.errors import Unsupported, UsageError
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats._hf_index import write_index
-from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, build_header, entry_fields
+from ckpt_tool.formats._safetensors.header import PEER_MAX_HEADER_NBYTES, build_header, has_type
 from ckpt_tool.formats._whole import whole_rows
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
@@ -102,20 +103,7 @@ def _check_contents(request: WriteRequest) -> None:
             f"safetensors holds tensors only, and there are {counted(len(request.blobs), 'other object')}: {names}",
             hint="leave them out with --exclude, or choose --to torch-save, which keeps them",
         )
-    refused: dict[str, str] = {}
-    for row, dtype in enumerate(request.tensors.dtypes):
-        if dtype.name not in refused:
-            try:
-                entry_fields(dtype, request.tensors.shape_of(row))
-            except Unsupported:
-                refused[dtype.name] = request.tensors.fqns[row]
-    if refused:
-        count = sum(d.name in refused for d in request.tensors.dtypes)
-        listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
-        raise Unsupported(
-            f"safetensors has no such type: {listed}; {counted(count, 'tensor')} in all",
-            hint="cast them with --dtype, leave them out with --exclude, or choose --to torch-save",
-        )
+    check_types(request.tensors, "safetensors has no such type:", has_type, other="torch-save")
 
 
 WRITER = SafetensorsWriter()

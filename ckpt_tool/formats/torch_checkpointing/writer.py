@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats._items import item_of, rank_of
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.same import same_value
-from ckpt_tool.formats._safetensors.header import build_header
+from ckpt_tool.formats._safetensors.header import build_header, has_type
 from ckpt_tool.formats._torch_file.nested import nest
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
 from ckpt_tool.formats._torch_file.written_files import WrittenFiles
@@ -28,7 +29,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["WRITER", "TorchCheckpointingWriter"]
 
@@ -52,6 +53,9 @@ class TorchCheckpointingWriter:
             LayoutError: a tensor is cut in a way that no placement describes, or has no box.
         """
         plan = _Plan(request)
+        stored = [number for held in plan.resharded.values() for number, _ in held]
+        if not all(has_type(request.tensors.dtypes[number], request.tensors.shape_of(number)) for number in stored):
+            check_types(request.tensors, "safetensors has no such type:", has_type, other="torch-ranks")
         segments = [*_tensor_files(plan)]
         torch_files = WrittenFiles(_value_files(plan))
         segments += torch_files.segments()
@@ -121,7 +125,12 @@ def _tensor_files(plan: _Plan) -> Iterator[Segment]:
             meta = request.tensors.record(number)
             name = ".".join(map(str, keys))
             if name in names or not name:
-                raise Unsupported(f"item {item!r} has no name, or two tensors, for {name!r}", where=meta.fqn)
+                wrong = f"item {item!r} has two tensors called {name!r}" if name else "the tensor is an item by itself"
+                raise Unsupported(
+                    f"{wrong}, for which torch-checkpointing has no name",
+                    where=meta.fqn,
+                    hint=f"leave it out with --exclude {shell_word(meta.fqn)}",
+                )
             names.add(name)
             grid = _grid(plan, number)
             groups[json.dumps(keys, separators=(",", ":"), ensure_ascii=False)] = [

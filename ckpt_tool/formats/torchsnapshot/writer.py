@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, weights_only_notes
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.torchsnapshot.tree import CONTAINERS, Leaf, trees
@@ -199,13 +200,9 @@ def _check(request: WriteRequest) -> None:
         LayoutError: no box, or one of another world.
     """
     tensors, boxes = request.tensors, request.boxes
-    refused = {kind.name: fqn for fqn, kind in zip(tensors.fqns, tensors.dtypes, strict=True) if kind.name not in _RAW}
-    if refused:
-        listed = ", ".join(f"{name} ({fqn!r})" for name, fqn in refused.items())
-        raise Unsupported(
-            f"torchsnapshot {_VERSION} has no plain bytes of these types: {listed}",
-            hint="leave them out with --exclude, cast with --dtype, or choose --to dcp",
-        )
+    check_types(
+        tensors, f"torchsnapshot {_VERSION} has no plain bytes of", lambda kind, _: kind.name in _RAW, other="dcp"
+    )
     ranks = boxes.rank
     if len(ranks) and not (int(ranks.min()) >= 0 and int(ranks.max()) < request.world_size):
         raise LayoutError(f"a box is of rank {int(ranks.max()):,}, the target has {request.world_size:,}")

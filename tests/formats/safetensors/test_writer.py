@@ -168,7 +168,7 @@ def test_types_and_objects_that_do_not_fit_are_listed() -> None:
         WRITER.lay_out(
             request([meta("a", "complex128", (1,)), meta("b", "complex128", (1,)), meta("c", "qint8", (1,))])
         )
-    assert "--dtype" in (caught.value.hint or "")
+    assert caught.value.hint == "leave them out with --exclude dtype:complex128 --exclude dtype:qint8"
     with pytest.raises(Unsupported, match=r"holds tensors only, and there are 1 other object: 'step'"):
         WRITER.lay_out(request([], blobs=(Blob("step", "value", None, 3, is_loaded=True),)))
 
@@ -228,3 +228,17 @@ def test_columns_are_aligned_with_the_request() -> None:
     assert (chunks.offset - chunks.offset.min()).tolist() == [9, 0, 8]
     assert np.array_equal(chunks.length, [1, 8, 1])
     assert DTYPES["int64"].itemsize == 8
+
+
+@pytest.mark.parametrize(
+    ("kinds", "hint"),
+    [
+        (("complex128",), "leave them out with --exclude dtype:complex128, or choose --to torch-save"),
+        (("complex32", "bool"), "leave them out with --exclude dtype:complex32, or choose --to torch-save"),
+    ],
+)
+def test_what_is_said_to_do_can_be_done(kinds: tuple[str, ...], hint: str) -> None:
+    """Only floating weights are cast, so a cast is no way out for others."""
+    with pytest.raises(Unsupported) as caught:
+        WRITER.lay_out(request([meta(kind, kind, (1,)) for kind in kinds]))
+    assert caught.value.hint == hint

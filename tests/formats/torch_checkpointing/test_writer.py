@@ -191,7 +191,7 @@ def test_whole_and_empty_tensors() -> None:
              TensorMeta("y", dtype("int32"), (1,), "model", ("model", "a.b"))],
             [(0, (0, 0), (5, 2), 0), (1, (0,), (1,), 0), (2, (0,), (1,), 0)],
             Unsupported,
-            "two tensors, for 'a.b'",
+            "two tensors called 'a.b'",
         ),
         (
             [TensorMeta("s.rng@rank4", dtype("uint8"), (1,), "other", ("s", "rng@rank4"))],
