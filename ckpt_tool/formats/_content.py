@@ -90,6 +90,9 @@ def _container(head: bytes) -> Content | None:
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         if re.match(rb"PK\x03\x04.{26}[^\0]{1,200}/(?:data\.pkl|\.format_version|version|byteorder)", head, re.DOTALL):
             return Content("a torch.save file (zip)", "name it .pt or .bin; it is read without being executed")
+        if re.match(rb"PK\x03\x04.{26}[^\0/]{1,200}/(?:data/weights/|archive_format)", head, re.DOTALL):
+            fix = "save its weights: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"
+            return Content("a program of torch.export", fix)
         return Content("a zip archive", "unpack it, or name it .pt if torch.save wrote it")
     if is_legacy(head):
         return Content("a torch.save file (the stream of torch before 1.6)", "name it .pt or .bin")

@@ -95,7 +95,7 @@ def open_torch_file(source: Source, path: str) -> TorchFile:
 
     Raises:
         FormatError: not such a file, or one that is cut; for a zip the message counts the storages that are whole.
-        Unsupported: TorchScript, encryption, the tar archives of 2017.
+        Unsupported: encryption, the tar archives of 2017.
         UnsafePickle: its pickle asks for something that could run code.
     """
     head = source.head(path, HEAD_NBYTES)
@@ -127,7 +127,7 @@ def zip_directory(source: Source, path: str) -> tuple[ZipDirectory, Read]:
 
     Raises:
         FormatError: not a whole zip; the message says what its local headers still tell.
-        Unsupported: TorchScript, or a zip that torch.save did not write.
+        Unsupported: a zip that torch did not write.
     """
     nbytes = source.listing.nbytes(path)
     window = _Window(source, path)
@@ -143,10 +143,6 @@ def zip_directory(source: Source, path: str) -> tuple[ZipDirectory, Read]:
         raise FormatError(
             f"{error.message}; {found}", where=path, hint="the copy or the save was cut: fetch or save the file again"
         ) from error
-    if directory.is_torchscript:
-        raise Unsupported(
-            "a TorchScript program, not a checkpoint", where=path, hint="save its state_dict() with torch.save"
-        )
     if not directory.is_torch:
         raise Unsupported(f"a zip of {counted(len(directory.members), 'member')} without data.pkl", where=path)
     return directory, window.read

@@ -96,7 +96,7 @@ class ZipDirectory:
 
     @property
     def is_torchscript(self) -> bool:
-        """True for a program (``torch.jit.save``), which shares the container and is no checkpoint."""
+        """True for a program (``torch.jit.save``), which shares the container: its modules are objects with tensors."""
         code = self.root + "code/"
         return self.record("constants.pkl") is not None and any(name.startswith(code) for name in self.members)
 

@@ -92,6 +92,10 @@ class TorchSaveReader(TorchFilesReader):
         numbered = _NUMBERED.fullmatch(path)
         if numbered is not None and int(numbered[1]) > 1:
             found.notes.append(f"{path} is one of {counted(int(numbered[1]), 'file')}: open the folder for all of them")
+        if file.directory is not None and file.directory.is_torchscript:
+            found.notes.append(
+                f"{path} is a TorchScript program: tensors of its modules are read, no constants of its code"
+            )
         info = {"container": file.kind}
         if not _is_hf_model(path):
             return manifest_of(self.name, source.listing.url, [file], [entries], found, info)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import io
+import zipfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ckpt_tool.errors import FormatError, UnsafePickle, Unsupported
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.errors import FormatError, UnsafePickle
 from ckpt_tool.formats.torch_save.reader import READER
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
@@ -274,11 +277,27 @@ def test_a_cut_legacy_stream_is_an_error(share: float) -> None:
         READER.read(source_of(MemoryStore({"a.pt": data[: int(len(data) * share)]})))
 
 
-def test_torchscript_is_named_as_such() -> None:
-    """A program shares the container and is no checkpoint."""
-    store = MemoryStore(stored_bytes(PT / "torchscript.pt"))
-    with pytest.raises(Unsupported, match="TorchScript"):
-        READER.read(source_of(store))
+def test_torchscript_is_read_as_its_modules(tmp_path: Path) -> None:
+    """Scripted modules have the names and tensors of the state dict of what was scripted; no code is looked at."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    torch.jit.script(module).save(tmp_path / "program.pt")
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    with open_checkpoint(tmp_path / "program.pt") as program, open_checkpoint(tmp_path / "state.pt") as state:
+        assert {fqn: view.numpy().tolist() for fqn, view in program.items()} == {
+            fqn: view.numpy().tolist() for fqn, view in state.items()
+        }
+        assert any("TorchScript" in note for note in program.manifest.notes)
+
+
+def test_an_exported_program_is_named(tmp_path: Path) -> None:
+    """torch.export keeps no pickle of tensors: what gives one is said."""
+    path = tmp_path / "program.pt2"
+    with zipfile.ZipFile(path, "w") as archive:  # as torch 2.13 names its members
+        archive.writestr("program/data/weights/weight_0", bytes(24))
+        archive.writestr("program/archive_format", "pt2")
+    with pytest.raises(FormatError, match=r"a program of torch\.export") as caught:
+        open_checkpoint(path)
+    assert "torch.export.load" in (caught.value.hint or "")
 
 
 def test_a_pickle_that_runs_code_is_refused() -> None:
