@@ -29,9 +29,12 @@ def check_apart(
         when_equal: the hint for a target that is the source itself.
 
     Raises:
-        UsageError: the target is the source, lies inside it, or holds it.
+        UsageError: the target is the source, lies inside it, or holds it; or one of them is no name.
     """
     said = os.fspath(target)
+    for role, name in (("source", os.fspath(source)), ("target", said)):
+        if not name:  # what a shell makes of a variable without a value
+            raise UsageError(f"the path of the {role} is empty", hint='write "." for the folder that you are in')
     inner, outer = _place(target), _place(source)
     if inner == outer:
         raise UsageError("is source and target at once", where=said, hint=when_equal)

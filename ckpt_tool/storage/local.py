@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, UsageError
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.handles import Handle, Handles
 from ckpt_tool.storage.store import Listing, ReadCost
@@ -150,7 +150,10 @@ class LocalStore:
         where = join_url(self.url, path)
         real = os.path.realpath(full)
         if not self._is_inside(real):
-            hint = f'if you trust it, open the folder that it points to: "{os.path.dirname(real)}"'
+            folder = os.path.dirname(real)
+            if os.path.basename(folder) == "blobs" and f"{os.sep}snapshots{os.sep}" in os.path.abspath(full):
+                folder = os.path.dirname(full)  # of huggingface_hub's cache, where the links are what has names
+            hint = f"if you trust it, open the folder that it points to: {shell_word(folder)}"
             raise FormatError(f"is a link out of the checkpoint's folder, to {real!r}", where=where, hint=hint)
         mode = os.stat(real).st_mode
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever

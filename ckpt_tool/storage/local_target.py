@@ -386,6 +386,11 @@ class LocalTarget:
             need = f"{needed:,} bytes more are needed" if needed is not None else "more is needed"
             hint = f'make room, then go on with "--resume", or delete "{self.root}"'
             return StorageError(f"{what}: no room, {need}, {free:,} are free", where=self.root, hint=hint)
+        above = os.path.dirname(self._final)
+        while above != os.path.dirname(above) and not os.path.lexists(above):
+            above = os.path.dirname(above)
+        if not os.path.isdir(above):
+            return StorageError(f"{what}: {above} is no folder", where=self.root, hint="choose another name")
         return StorageError(f"{what}: {error.strerror or error}", where=self.root)
 
 

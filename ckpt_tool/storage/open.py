@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.store import Listing, Store
-from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of
+from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of, unfolded
 
 __all__ = ["is_local", "join_url", "local_path", "open_payload", "open_store"]
 
 _ARCHIVES = (".tar", ".nemo")
 """Names of files that are looked into."""
-# pathlib folds the slashes of a URL: Path("s3://b/x") is "s3:/b/x".
-_FOLDED_URL = r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)"
 
 
 def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
@@ -84,10 +81,11 @@ def _open_remote(url: str) -> Store:
 
 
 def _hint(path: str) -> str | None:
-    folded = re.match(_FOLDED_URL, path)
-    if folded is not None:
-        slash = "/" if is_local(f"{folded[1]}://") else ""  # behind the name of a machine, which is left out
-        return f"a URL has two slashes: {folded[1]}://{slash}{folded[2]}"
+    url = unfolded(path)
+    if url is not None:
+        return f"a URL has two slashes: {url}"
+    if path.startswith("~"):
+        return f"only shells know ~: {os.path.expanduser(path)}"
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)!r}, which does not exist"
     folder, name = os.path.split(os.path.abspath(path))

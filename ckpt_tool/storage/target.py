@@ -13,7 +13,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
 from ckpt_tool.storage.part_places import part_place
 from ckpt_tool.storage.parts import Bytes
-from ckpt_tool.storage.urls import is_local
+from ckpt_tool.storage.urls import is_local, unfolded
 
 __all__ = ["JOURNAL_NAME", "MARKER_NAME", "Bytes", "LocalTarget", "Log", "Target", "open_target"]
 
@@ -113,9 +113,12 @@ def open_target(
 
     Raises:
         TargetExists: something is there, and nothing was said about it.
-        UsageError: arguments that do not go together, or a folder that must not be replaced.
+        UsageError: arguments that do not go together, a URL with one slash, or a folder that must not be replaced.
     """
     text = os.fspath(url)
+    folded = unfolded(text)
+    if folded is not None and not os.path.isdir(text.partition("/")[0]):
+        raise UsageError("a URL has two slashes", where=text, hint=f"write {folded}, or ./{text} for a folder")
     if is_local(text):
         return LocalTarget(
             text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file, joins=joins

@@ -12,10 +12,11 @@ from urllib.parse import unquote
 
 from ckpt_tool.errors import FormatError, UsageError
 
-__all__ = ["check_path", "is_local", "join_url", "local_path", "scheme_of", "split_url"]
+__all__ = ["check_path", "is_local", "join_url", "local_path", "scheme_of", "split_url", "unfolded"]
 
 # Two characters at least: a single letter before the colon is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)(?:://|::(?=.*://))", re.DOTALL)
+_FOLDED = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)", re.DOTALL)
 _DRIVE = re.compile(r"[A-Za-z]:")
 _SEPARATORS = re.compile(r"[/\\]")
 _LOCAL_SCHEMES = frozenset({"file", "local"})
@@ -39,6 +40,19 @@ def is_local(url: str | os.PathLike[str]) -> bool:
     """
     scheme = scheme_of(url)
     return scheme is None or scheme in _LOCAL_SCHEMES
+
+
+def unfolded(path: str) -> str | None:
+    """The URL that a path was before something folded its slashes, as pathlib does; None where it was none.
+
+    >>> unfolded("s3:/b/x"), unfolded("file:/a"), unfolded("run/x"), unfolded("C:/x")
+    ('s3://b/x', 'file:///a', None, None)
+    """
+    folded = _FOLDED.match(path)
+    if folded is None:
+        return None
+    slash = "/" if is_local(f"{folded[1]}://") else ""  # behind the name of a machine, which is left out
+    return f"{folded[1]}://{slash}{folded[2]}"
 
 
 def local_path(url: str | os.PathLike[str]) -> str:

@@ -84,3 +84,47 @@ def test_arguments_that_mean_nothing(options: dict[str, Any], tmp_path: Path) ->
     for path in ("", tmp_path / "out"):
         with pytest.raises(ckpt_tool.CkptError):
             ckpt_tool.open(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("", 'write "." for the folder that you are in'),
+        ("s3:/bucket/x", "write s3://bucket/x, or ./s3:/bucket/x for a folder"),
+        ("afile/x", "choose another name"),
+        ("out.safetensors", "leave the suffix out, or choose the format that has it with --to"),
+    ],
+)
+def test_names_that_are_no_place_to_write(
+    target: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was meant is said, and nothing is left behind."""
+    source = SOURCE.absolute()
+    monkeypatch.chdir(tmp_path)
+    Path("afile").touch()
+    with pytest.raises(ckpt_tool.CkptError) as caught:
+        ckpt_tool.reshard(source, target, durable=False)
+    assert caught.value.hint == hint
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+def test_links_of_the_hub_cache_lead_to_names(tmp_path: Path) -> None:
+    """A folder above a revision is told which folder has the names, not the one of digests."""
+    for name in ("blobs", "snapshots/1a2b"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "blobs/cafe").write_bytes((SOURCE.parents[1] / "hf_single/ckpt/model.safetensors").read_bytes())
+    (tmp_path / "snapshots/1a2b/model.safetensors").symlink_to("../../blobs/cafe")
+    with pytest.raises(ckpt_tool.CkptError) as caught:
+        ckpt_tool.open(tmp_path / "snapshots")
+    assert str(tmp_path / "snapshots/1a2b") in (caught.value.hint or "")
+    assert len(ckpt_tool.open(tmp_path / "snapshots/1a2b"))
+
+
+def test_scales_are_cast_through_float32(tmp_path: Path) -> None:
+    """ml_dtypes has no way from float8_e8m0fnu to its other types."""
+    data = b"\x7f\x80\x7e\x00"
+    header = b'{"s":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}'
+    (tmp_path / "s.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    ckpt_tool.export(tmp_path / "s.safetensors", tmp_path / "out", dtype="fp8", durable=False)
+    with ckpt_tool.open(tmp_path / "out") as checkpoint:
+        assert checkpoint["s"].numpy().astype("f4").tolist() == [1.0, 2.0, 0.5, 0.0]

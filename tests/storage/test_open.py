@@ -45,10 +45,12 @@ def test_file(run: Path) -> None:
 def test_relative(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative paths count from the working folder at the time of opening, and messages keep their spelling."""
     monkeypatch.chdir(run / "step_100")
-    here, listing = open_store("")
+    here, listing = open_store(".")
     assert listing.sizes.keys() == {"a.pt", "deep/b.pt"}
     store, listing = open_store("a.pt")
     assert (listing.url, listing.entry) == (".", "a.pt")
+    with pytest.raises(UsageError, match="the path is empty"):  # a variable of a shell without a value
+        open_store("")
     monkeypatch.chdir("/")
     assert store.read("a.pt", 0, 8) == here.read("a.pt", 0, 8) == b"step_100"
 

@@ -101,7 +101,7 @@ def _check_contents(request: WriteRequest) -> None:
         names = ", ".join(repr(b.fqn) for b in request.blobs[:3])
         raise Unsupported(
             f"safetensors holds tensors only, and there are {counted(len(request.blobs), 'other object')}: {names}",
-            hint="leave them out with --exclude, or choose --to torch-save, which keeps them",
+            hint="ckpt export writes the weights alone; --exclude leaves out what it names, --to torch-save keeps all",
         )
     check_types(request.tensors, "safetensors has no such type:", has_type, other="torch-save")
 
