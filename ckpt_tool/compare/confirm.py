@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.compare.probes import probe_positions
+from ckpt_tool.compare.probes import Numbers, Probe, as_numbers, probe_positions
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.flat import flat_boxes
@@ -24,6 +24,8 @@ from ckpt_tool.records import dataclass
 __all__ = ["BoxSource", "Confirmer", "Place", "Verdict"]
 
 Bits = npt.NDArray[Any]
+_MARKED_ROWS = 4
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class BoxSource(Protocol):
@@ -92,6 +94,35 @@ class Confirmer:
         picked = probe_positions(len(order)).tolist()
         holds = all(_equal(a.read(_row_box(int(order[i]), a.shape)), b.read(_row_box(i, b.shape))) for i in picked)
         return Verdict(holds, is_whole=False)
+
+    def columns(self, a: Place, b: Place, order: Int64Array) -> Verdict:
+        """Whether column ``j`` of matrix B is column ``order[j]`` of A; looks at all bytes, whole rows at a time."""
+        n_rows, width = b.shape
+        step = max(self._block_bytes // max(width * b.itemsize, 1), 1)
+        boxes = (Box((at, 0), (min(step, n_rows - at), width)) for at in range(0, n_rows, step))
+        return Verdict(all(_equal(np.ascontiguousarray(a.read(box)[:, order]), b.read(box)) for box in boxes))
+
+    def column_marks(self, a: Place, b: Place) -> tuple[Numbers, Numbers] | None:
+        """A number for each column of two matrices, made of a few rows; None where the first rows tell them apart."""
+        marks = np.zeros((2, b.shape[1]), dtype=np.uint64)
+        for number, row in enumerate(probe_positions(b.shape[0]).tolist()[:_MARKED_ROWS]):
+            for side, place in enumerate((a, b)):
+                found = as_numbers(place.read(_row_box(row, place.shape)).reshape(-1))
+                if found is None:
+                    return None
+                marks[side] = marks[side] * _FACTOR + found
+            if not number and not np.array_equal(np.sort(marks[0]), np.sort(marks[1])):
+                return None
+        return marks[0], marks[1]
+
+    def probe(self, a: Place, b: Place) -> Probe:
+        """Samples of two tensors of one shape, which are read for them."""
+        probe = Probe(b.shape)
+        for box in self._boxes(Box.whole(b.shape), b.itemsize):
+            one, other = a.read(box), b.read(box)
+            probe.add(one, other, box.offsets, box.sizes, same=False)
+            probe.sign(one, other, box.offsets, box.sizes)
+        return probe
 
     def transposed(self, a: Place, b: Place) -> Verdict:
         """Whether a matrix is the other one transposed; of matrices too large for memory the first rows of B."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 
-__all__ = ["HEAD", "Probe", "as_numbers", "probe_positions"]
+__all__ = ["HEAD", "Numbers", "Probe", "as_numbers", "probe_positions"]
 
 HEAD = 512
 """First elements kept of each side."""
@@ -127,6 +127,11 @@ class Probe:
         for offset, size in zip(offsets[: len(self._leading)], self._leading, strict=True):
             row = row * size + offset
         return (sizes[-1], offsets[-1], row) if len(sizes) > 1 else (1, 0, row)
+
+    def may_hold_same_columns(self) -> bool:
+        """Whether the first rows hold the same elements in any order, as far as they are kept."""
+        n = self.n_columns
+        return n > HEAD or np.array_equal(*(np.sort(head[:n]) for head in self.heads))
 
     def digest(self, side: int) -> bytes:
         """A short value that is equal for tensors of equal elements at the places that are looked at."""

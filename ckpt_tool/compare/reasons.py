@@ -5,6 +5,7 @@ Guesses are tried from the plainest to the strangest; the first that holds is th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -46,16 +47,64 @@ def explain(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer) -> Re
     if found.shape_a != found.shape_b:
         return _of_shapes(found, a, b, confirmer)
     if found.dtype_a != found.dtype_b:
-        return _cast(found)
+        return _cast(found) or _rounded_and(found, a, b, confirmer)
     plain = _of_counts(found)
     if plain is not None:
         return plain
-    if found.probe is None:
-        return None
-    for reason, verdict in _guesses(found, found.probe, a, b, confirmer):
+    return None if found.probe is None else _first_that_holds(found.dtype_a, found.probe, a, b, confirmer)
+
+
+def _first_that_holds(kind: DType, probe: Probe, a: Place, b: Place, confirmer: Confirmer) -> Reason | None:
+    for reason, verdict in _guesses(kind, probe, a, b, confirmer):
         if verdict:
             return Reason(reason.kind, reason.text, verdict.is_whole)
     return None
+
+
+class _Rounded:
+    """Reads boxes of floating numbers, rounded to a narrower type."""
+
+    def __init__(self, place: Place, wide: DType, narrow: DType) -> None:
+        self._place = place
+        self._types = wide.as_numpy(), narrow.as_numpy(), np.dtype(f"u{narrow.itemsize}")
+
+    def read(self, row: int, box: Box) -> Bits:  # noqa: ARG002 - of one tensor only
+        """See `BoxSource.read`."""
+        wide, narrow, bits = self._types
+        values = self._place.read(box)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.reshape(-1).view(wide).astype(narrow).view(bits).reshape(values.shape)
+
+
+def _of_one_type(found: ComparedPair, a: Place, b: Place) -> tuple[DType, Place, Place] | None:
+    """Both as numbers of the narrower of their types; None where these are no floating types of two widths."""
+    one, other = found.dtype_a, found.dtype_b
+    is_float = all(
+        kind.kind == "float" and kind.numpy is not None and kind.bits in (16, 32, 64) for kind in (one, other)
+    )
+    if not is_float or one.bits == other.bits:
+        return None
+    narrow = min(one, other, key=lambda kind: kind.bits)
+    places = [
+        place if kind == narrow else Place(_Rounded(place, kind, narrow), place.row, place.shape, narrow.itemsize)
+        for place, kind in ((a, one), (b, other))
+    ]
+    return narrow, places[0], places[1]
+
+
+def _rounded_and(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer) -> Reason | None:
+    """Why tensors of two types differ by more than rounding: what explains the rest."""
+    alike = _of_one_type(found, a, b)
+    if alike is None:
+        return None
+    kind, one, other = alike
+    reason = _first_that_holds(kind, confirmer.probe(one, other), one, other, confirmer)
+    return None if reason is None else _with_cast(reason, found)
+
+
+def _with_cast(reason: Reason, found: ComparedPair) -> Reason:
+    text = f"{reason.text}; and cast, {found.dtype_a.name} in A and {found.dtype_b.name} in B"
+    return Reason(reason.kind, text, reason.is_confirmed)
 
 
 def is_cast(found: ComparedPair) -> bool:
@@ -90,8 +139,15 @@ def _of_shapes(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer) ->
     box = common_box(found.shape_a, found.shape_b)
     if box is not None:
         return _padded(found, a, b, confirmer, box)
-    if found.dtype_a != found.dtype_b or found.dtype_a.bits % 8:
-        return None
+    if found.dtype_a != found.dtype_b:
+        alike = _of_one_type(found, a, b)
+        reason = None if alike is None else _recut(alike[1], alike[2], confirmer)
+        return None if reason is None else _with_cast(reason, found)
+    return None if found.dtype_a.bits % 8 else _recut(a, b, confirmer)
+
+
+def _recut(a: Place, b: Place, confirmer: Confirmer) -> Reason | None:
+    """The same elements in another shape."""
     if len(a.shape) == 2 and a.shape == b.shape[::-1]:
         verdict = confirmer.transposed(a, b)
         if verdict:
@@ -116,20 +172,23 @@ def _padded(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer, commo
     return Reason("extended", f"{name} has {more:,} more {what}, not zero; what both have is the same")
 
 
-def _guesses(
-    found: ComparedPair, probe: Probe, a: Place, b: Place, confirmer: Confirmer
-) -> Iterator[tuple[Reason, Verdict]]:
+def _guesses(kind: DType, probe: Probe, a: Place, b: Place, confirmer: Confirmer) -> Iterator[tuple[Reason, Verdict]]:
     """Guesses that the samples allow, each with what the bytes say of it."""
     grid_a, grid_b = probe.grids
     for name, place, grid, other in (("A", a, grid_a, grid_b), ("B", b, grid_b, grid_a)):
         if not grid.any() and other.any():
             yield Reason("zeros", f"{name} is all zero"), confirmer.zero(place, Box.whole(place.shape))
-    kind = found.dtype_a
     if kind.kind == "float" and kind.numpy is not None and kind.name != "float8_e8m0fnu":
         yield from _values(kind, probe.grids, a, b, confirmer)
     order = find_order(*probe.signatures)
     if order is not None:
         yield Reason(order.kind, order.text), confirmer.rows(a, b, order.rows)
+    may_be_columns = order is None and len(b.shape) == 2 and probe.may_hold_same_columns()
+    marks = confirmer.column_marks(a, b) if may_be_columns else None
+    columns = None if marks is None else find_order(*marks)
+    if columns is not None:
+        text = re.sub(r"\brow(?=s?\b)", "column", columns.text)
+        yield Reason(columns.kind.replace("rows", "columns"), text), confirmer.columns(a, b, columns.rows)
     is_square = len(a.shape) == 2 and a.shape[0] == a.shape[1]
     if is_square and np.array_equal(grid_a.T, grid_b):
         yield Reason("transposed", "B is A transposed"), confirmer.transposed(a, b)

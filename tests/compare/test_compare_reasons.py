@@ -88,6 +88,40 @@ def test_rows_in_another_order(name: str) -> None:
     assert (why[0], text in why[1]) == (kind, True), why
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (
+            lambda a: swapped(a, 4, 2, 6, 1),
+            "rotary-order",
+            "heads of 12 rows are interleaved pairs, A's halves; and cast",
+        ),
+        (
+            lambda a: np.roll(a, 24, axis=0),
+            "halves-swapped",
+            "as gate and up may be; and cast, float32 in A and bfloat16",
+        ),
+        (lambda a: a.T, "transposed", "B is A transposed; and cast, float32 in A and bfloat16 in B"),
+    ],
+)
+def test_another_order_and_a_cast(change: Callable[[Array], Array], kind: str, text: str) -> None:
+    """What is converted is cast on the way more often than not: both are seen, whichever side is narrower."""
+    other = np.ascontiguousarray(change(ROWS)).astype(ml_dtypes.bfloat16)
+    for why in (reason(ROWS, other), reason(other, ROWS)):
+        assert why is not None
+        assert why[0] == kind
+    assert text in (reason(ROWS, other) or ("", ""))[1]
+    assert reason(ROWS, random(48, 10, seed=5).astype(ml_dtypes.bfloat16)) is None
+
+
+def test_columns_in_another_order() -> None:
+    """A matrix that ranks cut by columns, joined in their order."""
+    a = random(10, 48)
+    why = reason(a, np.ascontiguousarray(swapped(a.T, 1, 2, 4, 6).T))
+    assert why == ("rank-order", "blocks of 6 columns: [2, 4] in A, [4, 2] in B, as fused parts in rank order are")
+    assert reason(a, random(10, 48, seed=1)) is None
+
+
 def test_grouped_to_whole() -> None:
     """The inverse of grouping is seen too."""
     why = reason(grouped(ROWS, 4, 8, 2), ROWS)
