@@ -49,9 +49,12 @@ def _random_findings(manifest: Manifest, top: list[str], n_ranks: int, *, is_tra
     for pattern, name in _RANDOM:
         ranks = {int(found[1]) for path in top if (found := pattern.fullmatch(path)) is not None}
         if not ranks and _is_expected(manifest, name, top, is_trainer=is_trainer):
-            said = "no random states are here, which each rank saves: a run that goes on from here draws other numbers"
-            where = FileRange(name.format(0), 0, 0) if n_ranks < 2 else FileRange(name.format("*"), 0, 0)
-            yield Finding("missing-file", Severity.WARNING, said, where=where)
+            one = _RANDOM_OF_ONE if is_trainer else name.format(0)
+            path = one if n_ranks < 2 else name.format("*")
+            said = (
+                f"{path} is not here, the random states of each rank: a run that goes on from here draws other numbers"
+            )
+            yield Finding("missing-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
         for rank in sorted(set(range(min(max(n_ranks, *ranks, 0), _MAX_RANKS))) - ranks) if ranks else ():
             path = name.format(rank)
             said = f"{path} is not here, the random states of rank {rank}, though those of other ranks are"

@@ -19,7 +19,7 @@ _COMPANION_SUFFIXES = (
     ".metadata", ".json", ".jsonl", ".md", ".txt", ".model", ".jinja", ".py", ".yaml", ".yml", ".toml", ".lock", ".log",
     ".gitattributes", ".gitignore", ".spm", ".tiktoken", ".done", ".complete", ".arrow", "metadata.pkl",
     ".zarray", ".zattrs", ".zgroup", ".zmetadata", ".ocdbt", "_CHECKPOINT_METADATA", "_METADATA", "_sharding",
-    ".snapshot_metadata",
+    ".snapshot_metadata", "latest", "latest_universal",
 )  # fmt: skip
 
 

@@ -130,8 +130,8 @@ class Probe:
 
     def may_hold_same_columns(self) -> bool:
         """Whether the first rows hold the same elements in any order, as far as they are kept."""
-        n = self.n_columns
-        return n > HEAD or np.array_equal(*(np.sort(head[:n]) for head in self.heads))
+        n, (one, other) = self.n_columns, self.heads
+        return n > HEAD or np.array_equal(np.sort(one[:n]), np.sort(other[:n]))
 
     def digest(self, side: int) -> bytes:
         """A short value that is equal for tensors of equal elements at the places that are looked at."""
