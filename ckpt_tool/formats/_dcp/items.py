@@ -7,17 +7,20 @@ later where pickles are longer or sizes exceed 4 GiB, so it is always looked up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ckpt_tool.dtypes import DType
-from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.tensors import QuantizedTensorRef, TensorRef
 from ckpt_tool.formats._zip.directory import Read, is_big_endian, payload_offset, read_directory, read_member
 from ckpt_tool.formats._zip.head import parse_item_head
+from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["HEAD_NBYTES", "ItemHeads", "Payload", "is_zip", "payload_from_directory"]
+__all__ = ["HEAD_NBYTES", "ItemHeads", "Payload", "is_zip", "item_fault", "payload_from_directory"]
 
 HEAD_NBYTES = 1 << 10
 """First bytes of an item that are read; in all that torch wrote so far the payload starts before their end."""
@@ -88,6 +91,27 @@ class ItemHeads:
             self._head_nbytes.append(parsed.payload_offset)
         self._known[data[: parsed.payload_offset]] = payload
         return payload
+
+
+def item_fault(sizes: Mapping[str, int], item: FileRange, fqn: str, *, is_chunk: bool = False) -> CkptError | None:
+    """What is wrong when an item does not lie in its file, None when it does.
+
+    Args:
+        sizes: bytes of each file that is there.
+        item: where it should be.
+        fqn: whose it is.
+        is_chunk: whether it holds a part of that only.
+    """
+    nbytes = sizes.get(item.path)
+    if nbytes is None:
+        return NotFound(f"the file is missing; it holds {'a chunk of ' if is_chunk else ''}{fqn!r}", where=item.path)
+    if item.end > nbytes:
+        return FormatError(
+            f"the item of {fqn!r} ends at byte {item.end:,}, the file has {nbytes:,} ({item.end - nbytes:,} missing)",
+            where=item.path,
+            hint="the file was cut: copy it again",
+        )
+    return None
 
 
 def is_zip(head: bytes | memoryview) -> bool:

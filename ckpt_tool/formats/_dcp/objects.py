@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._dcp.items import item_fault
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._zip.directory import Read, read_directory, read_member
 from ckpt_tool.formats.base import Source
-from ckpt_tool.manifest.model import Blob, FileRange, Manifest
+from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.storage.decode import decoded_blocks
 
 __all__ = ["ZSTD_KIND", "load_blobs", "reader_of"]
@@ -35,7 +36,9 @@ def load_blobs(source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple
     wanted = [row for row in sorted(set(rows)) if not blobs[row].is_loaded and blobs[row].where is not None]
     places = [where for row in wanted if (where := blobs[row].where) is not None]
     for where, row in zip(places, wanted, strict=True):
-        _check_extent(source, where, blobs[row].fqn)
+        fault = item_fault(source.listing.sizes, where, blobs[row].fqn)
+        if fault is not None:
+            raise fault
     paths = sorted({where.path for where in places})
     number = {path: index for index, path in enumerate(paths)}
     columns = [
@@ -59,18 +62,6 @@ def reader_of(data: bytes) -> Read:
         return data[offset : offset + length]
 
     return read
-
-
-def _check_extent(source: Source, where: FileRange, fqn: str) -> None:
-    nbytes = source.listing.sizes.get(where.path)
-    if nbytes is None:
-        raise NotFound(f"the file is missing; it holds {fqn!r}", where=where.path)
-    if where.end > nbytes:
-        raise FormatError(
-            f"the item of {fqn!r} ends at byte {where.end:,}, the file has {nbytes:,}",
-            where=where.path,
-            hint="the file was cut: copy it again",
-        )
 
 
 def _value(data: bytes, where: str) -> Any:

@@ -7,13 +7,13 @@ others are rows. What no size decides is taken for a replica in every file, whic
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.errors import FormatError, LayoutError, NotFound
+from ckpt_tool.errors import LayoutError, NotFound
+from ckpt_tool.formats._json import read_json_object
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_files
@@ -135,14 +135,7 @@ def _paths(source: Source) -> list[str]:
 def _params(source: Source) -> tuple[Mapping[str, Any], list[str]]:
     if _PARAMS not in source.listing:
         return {}, [f"no {_PARAMS}: sizes are known from the weights alone"]
-    if source.listing.nbytes(_PARAMS) > _MAX_PARAMS_NBYTES:
-        raise FormatError(f"{counted(source.listing.nbytes(_PARAMS), 'byte', 'are')} no settings", where=_PARAMS)
-    try:
-        params = json.loads(source.read_whole(_PARAMS))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON: {str(error)[:200]}", where=_PARAMS) from error
-    if not isinstance(params, dict):
-        raise FormatError(f"expected a JSON object, got {type(params).__name__}", where=_PARAMS)
+    params = read_json_object(source, _PARAMS, max_nbytes=_MAX_PARAMS_NBYTES)
     inner = params.get("model")
     return (inner if isinstance(inner, dict) and "dim" not in params else params), []
 

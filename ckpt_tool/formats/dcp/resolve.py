@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, is_zip, payload_from_directory
+from ckpt_tool.errors import CkptError, FormatError
+from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, is_zip, item_fault, payload_from_directory
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
@@ -141,18 +141,7 @@ class _ItemReader:
 
     def misplaced(self, row: int) -> CkptError | None:
         """What is wrong when the item does not lie in its file."""
-        item = self.item(row)
-        nbytes = self._listing.sizes.get(item.path)
-        if nbytes is None:
-            return NotFound(f"the file is missing; it holds a chunk of {self.fqn(row)!r}", where=item.path)
-        if item.end > nbytes:
-            return FormatError(
-                f"the item of {self.fqn(row)!r} ends at byte {item.end:,}, the file has {nbytes:,} "
-                f"({item.end - nbytes:,} missing)",
-                where=item.path,
-                hint="the file was cut: copy it again",
-            )
-        return None
+        return item_fault(self._listing.sizes, self.item(row), self.fqn(row), is_chunk=True)
 
     def plain(self, rows: IntArray) -> Iterator[Located | _Alike]:
         """Chunks whose items are stored as they are."""

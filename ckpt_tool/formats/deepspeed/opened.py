@@ -6,13 +6,13 @@ Field names are those of DeepSpeed 0.3 to 0.19 (``runtime/engine.py``, ``zero/st
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound, Unsupported
+from ckpt_tool.formats._json import read_json
 from ckpt_tool.formats._pickle.nodes import Stub
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
@@ -238,10 +238,7 @@ def _universal_info(source: Source, files: TagFiles, models: Sequence[ModelState
             return model.root[INFO_KEY], model.file.path
     for path in (files.folder + INFO_FILE, INFO_FILE):
         if path in source.listing:
-            try:
-                return json.loads(source.read_whole(path)), path
-            except (ValueError, RecursionError) as error:
-                raise FormatError(f"not JSON: {error}", where=path) from error
+            return read_json(source, path), path
     return None, ""
 
 

@@ -45,12 +45,10 @@ from ckpt_tool.formats.megatron.target_iteration import iteration_of
 from ckpt_tool.formats.megatron.target_metadata import metadata_pickle
 from ckpt_tool.formats.megatron.target_objects import TargetObject, extra_objects, written_object
 from ckpt_tool.formats.megatron.target_random import (
-    SavedStates,
     emitted_states,
     is_rng,
     random_states,
-    state_number,
-    why_no_states,
+    states_left_out,
 )
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
@@ -89,19 +87,8 @@ class MegatronDistWriter(PlainEntries):
         why = dict(parts_of_ranks(named, blobs, has_one_optimizer=not grid.parts_experts(source.info.get("args", {}))))
         strange = [fqn for fqn, path in named if fqn not in why and path[:1] != ("model",) and _is_bucket(fqn, path)]
         refuse_undecoded(source, strange, blobs)
-        rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
-        reason = why_no_states(source, rng, grid, rank_state)
-        if reason is not None:
-            return why | dict.fromkeys(sorted(rng), reason)
-        saved, args = SavedStates.of(source.tensors, ()), source.info.get("args", {})
-        kept = {
-            state_number(saved.rows, args, grid, stage, tensor_rank, 0)
-            for stage in range(grid.pp)
-            for tensor_rank in range(grid.tp)
-        }
-        unneeded = [row for number in saved.rows if number not in kept for row in saved.rows[number]]
-        text = "a random state of another expert-parallel rank than the first; Megatron keeps one"
-        return why | {named[row][0]: text for row in unneeded}
+        unneeded = "a random state of another expert-parallel rank than the first; Megatron keeps one"
+        return why | states_left_out(source, blobs, grid, rank_state, expert_ranks=[0], why_unneeded=unneeded)
 
     def place(
         self,

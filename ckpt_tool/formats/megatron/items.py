@@ -5,7 +5,8 @@ mcore stores an object as a one-element list in an item of a ``.distcp``. Its pi
 
 from __future__ import annotations
 
-from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._dcp.items import item_fault
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._torch_file.archive import TorchFile, storage_members
 from ckpt_tool.formats._torch_file.rows import StoragePlace
@@ -30,14 +31,9 @@ def open_item(source: Source, where: FileRange, fqn: str) -> TorchFile:
         UnsafePickle: the pickle asks for something that could run code.
     """
     place = f"{where.path}:{where.offset} ({fqn})"
-    nbytes = source.listing.sizes.get(where.path)
-    if nbytes is None:
-        raise NotFound(f"the file is missing; it holds {fqn!r}", where=where.path)
-    if where.end > nbytes:
-        raise FormatError(
-            f"the item of {fqn!r} ends at byte {where.end:,}, the file has {nbytes:,}", where=where.path,
-            hint="the file was cut: copy it again",
-        )  # fmt: skip
+    fault = item_fault(source.listing.sizes, where, fqn)
+    if fault is not None:
+        raise fault
     whole = source.store.read(where.path, where.offset, where.length) if where.length <= _WHOLE_NBYTES else None
 
     def read(offset: int, length: int) -> bytes:
@@ -50,7 +46,7 @@ def open_item(source: Source, where: FileRange, fqn: str) -> TorchFile:
     if pickle is None:
         raise FormatError("the zip has no data.pkl, expected what torch.save writes", where=place)
     value = load_pickle(read_member(read, pickle, where=place), where=f"{place} data.pkl")
-    entry = FileEntry(where.path, nbytes)
+    entry = FileEntry(where.path, source.listing.nbytes(where.path))
     storages = {
         key: StoragePlace(key, entry, where.offset + payload_offset(read, member, where=place), member.nbytes)
         for key, member in storage_members(directory).items()

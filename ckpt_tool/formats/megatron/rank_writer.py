@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import product
 from typing import Any, Literal
 
 from ckpt_tool.dtypes import dtype
@@ -42,8 +41,7 @@ from ckpt_tool.formats.megatron.target_random import (
     SavedStates,
     is_rng,
     shard_grid,
-    state_number,
-    why_no_states,
+    states_left_out,
 )
 from ckpt_tool.formats.megatron.target_whole_state import with_states
 from ckpt_tool.manifest.model import Blob, FileEntry, Manifest
@@ -98,18 +96,9 @@ class MegatronLegacyWriter:
             is_whole = blob.kind == "torch_save" and (blob.path[:1] == ("model",) or shard_grid(blob.fqn) is not None)
             if blob.fqn not in why and storages(blob.value) and not is_whole:
                 why[blob.fqn] = "has tensors inside"
-        rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
-        reason = why_no_states(source, rng, grid, rank_state)
-        if reason is not None:
-            return why | dict.fromkeys(sorted(rng), reason)
-        saved = SavedStates.of(source.tensors, ())
-        kept = {
-            state_number(saved.rows, args, grid, stage, tensor_rank, expert_rank)
-            for stage, expert_rank, tensor_rank in product(range(grid.pp), range(grid.ep), range(grid.tp))
-        }
-        unneeded = [row for number in saved.rows if number not in kept for row in saved.rows[number]]
-        text = "a random state of an expert-parallel rank that the target has not; it takes the first one's"
-        return why | {named[row][0]: text for row in unneeded}
+        unneeded = "a random state of an expert-parallel rank that the target has not; it takes the first one's"
+        ranks = range(grid.ep)
+        return why | states_left_out(source, blobs, grid, rank_state, expert_ranks=ranks, why_unneeded=unneeded)
 
     def place(
         self,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, payload_from_directory
+from ckpt_tool.errors import CkptError, FormatError
+from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, item_fault, payload_from_directory
 from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.geometry.columns import distinct
@@ -72,7 +72,8 @@ def located_items(source: Source, manifest: Manifest, rows: IntArray) -> Iterato
     heads = ItemHeads()
     present = []
     for number, item in enumerate(items):
-        error = _misplaced(source, item, manifest.tensors.fqns[chunks.tensor[groups[number][0]]])
+        fqn = manifest.tensors.fqns[chunks.tensor[groups[number][0]]]
+        error = item_fault(source.listing.sizes, item, fqn, is_chunk=True)
         if error is None:
             present.append(number)
         else:
@@ -126,20 +127,6 @@ def _item_offsets(chunks: ChunkTable) -> IntArray:
         inside = (at >= 0) & (chunks.offset[own] < chunks.offset[nearest] + chunks.length[nearest])
         begin[own[inside]] = chunks.offset[nearest[inside]]
     return begin
-
-
-def _misplaced(source: Source, item: FileRange, fqn: str) -> CkptError | None:
-    """What is wrong when the item does not lie in its file."""
-    nbytes = source.listing.sizes.get(item.path)
-    if nbytes is None:
-        return NotFound(f"the file is missing; it holds a chunk of {fqn!r}", where=item.path)
-    if item.end > nbytes:
-        return FormatError(
-            f"the item of {fqn!r} ends at byte {item.end:,}, the file has {nbytes:,} ({item.end - nbytes:,} missing)",
-            where=item.path,
-            hint="the file was cut: copy it again",
-        )
-    return None
 
 
 def _located(

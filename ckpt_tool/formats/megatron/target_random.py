@@ -7,7 +7,8 @@ Of several expert-parallel ranks with different states Megatron keeps the first 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, Literal
 
 from ckpt_tool.errors import UsageError
@@ -33,7 +34,7 @@ __all__ = [
     "rank_of",
     "shard_grid",
     "state_number",
-    "why_no_states",
+    "states_left_out",
 ]
 
 RNG = "rng_state"
@@ -87,7 +88,7 @@ def state_number(
     return None
 
 
-def why_no_states(
+def _why_none(
     source: Manifest, rng: set[str], grid: TargetGrid, rank_state: Literal["keep", "drop", "emit"] | None
 ) -> str | None:
     """Why random states are left out, None to keep them.
@@ -112,6 +113,42 @@ def why_no_states(
             raise UsageError(text, hint="say --rank-state drop: Megatron then starts them afresh")
         return text
     return "random states are to be dropped" if rank_state == "drop" else None
+
+
+def states_left_out(
+    source: Manifest,
+    blobs: Sequence[Blob],
+    grid: TargetGrid,
+    rank_state: Literal["keep", "drop", "emit"] | None,
+    *,
+    expert_ranks: Iterable[int],
+    why_unneeded: str,
+) -> dict[str, str]:
+    """Random states of the source that the target has no use for, by fqn, each with the reason.
+
+    Args:
+        source: what is to be written.
+        blobs: its objects.
+        grid: the target.
+        rank_state: what to do with states of single ranks.
+        expert_ranks: expert-parallel ranks of the target that have a state of their own.
+        why_unneeded: the reason for those that no rank of the target takes.
+
+    Raises:
+        UsageError: they are to be kept, and the source's grid is another.
+    """
+    named = [(meta.fqn, meta.path) for meta in source.tensors]
+    rng = {fqn for fqn, path in (*named, *((b.fqn, b.path or (b.fqn,)) for b in blobs)) if is_rng(fqn, path)}
+    reason = _why_none(source, rng, grid, rank_state)
+    if reason is not None:
+        return dict.fromkeys(sorted(rng), reason)
+    saved, args = SavedStates.of(source.tensors, ()), source.info.get("args", {})
+    kept = {
+        state_number(saved.rows, args, grid, stage, tensor_rank, expert_rank)
+        for stage, expert_rank, tensor_rank in product(range(grid.pp), expert_ranks, range(grid.tp))
+    }
+    unneeded = [row for number in saved.rows if number not in kept for row in saved.rows[number]]
+    return {named[row][0]: why_unneeded for row in unneeded}
 
 
 @dataclass

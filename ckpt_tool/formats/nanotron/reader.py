@@ -8,7 +8,6 @@ row-major order, which ``optimizer_config.json`` tells, or the rule by which the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._dcp.objects import load_blobs
+from ckpt_tool.formats._json import read_json_object
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._safetensors.stored import read_headers
 from ckpt_tool.formats._torch_file import headers
@@ -46,7 +46,6 @@ _ENTRY = "data"
 _CONFIG = "optimizer/optimizer_config.json"
 _MASTERS = "gradient_accumulator"
 _MASTER = "fp32_param"
-_MAX_JSON_NBYTES = 256 << 20
 
 
 class NanotronReader:
@@ -78,7 +77,7 @@ class NanotronReader:
         building.missing += [prefix + path for path in lacking_files(paths)]
         building.add_model([found for path in paths if (found := model_file(path))])
         building.add_optimizer([own for path in paths if (own := optimizer_file(path))])
-        said = _json(source, prefix + METADATA)
+        said = read_json_object(source, prefix + METADATA)
         tensors, chunks, files = building.columns.tables()
         cut = [name for name, parts in building.parts.items() if None not in parts]
         missing = list(dict.fromkeys(building.missing)) or None
@@ -127,19 +126,6 @@ class NanotronReader:
 READER = NanotronReader()
 
 
-def _json(source: Source, path: str) -> dict[str, Any]:
-    nbytes = source.listing.nbytes(path)
-    if nbytes > _MAX_JSON_NBYTES:
-        raise FormatError(f"{counted(nbytes, 'byte', 'are')} no description", where=path)
-    try:
-        found = json.loads(source.read_whole(path))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON: {str(error)[:200]}", where=path) from error
-    if not isinstance(found, dict):
-        raise FormatError(f"expected a JSON object, got {type(found).__name__}", where=path)
-    return found
-
-
 def _mesh(said: Mapping[str, Any]) -> MeshInfo | None:
     axes = [axis for axis in ("dp", "cp", "tp") if type(said.get(axis)) is int and said[axis] > 0]
     return MeshInfo(tuple(axes), tuple(said[axis] for axis in axes), METADATA) if axes else None
@@ -185,7 +171,7 @@ class _Building:
             return
         config: dict[str, Any] = {}
         if self.prefix + _CONFIG in self.source.listing:
-            config = _json(self.source, self.prefix + _CONFIG)
+            config = read_json_object(self.source, self.prefix + _CONFIG)
         elif any(file.dp is not None for file in files):  # which elements a rank has is not known then
             self.missing.append(self.prefix + _CONFIG)
             return

@@ -13,12 +13,13 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._columns import Columns
+from ckpt_tool.formats._json import read_json
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.orbax.chunks import Filled, Stored, add_chunks, arrays_of, shard_indexes
 from ckpt_tool.formats.orbax.location import Items, find_items
 from ckpt_tool.formats.orbax.ocdbt import MANIFEST, Value, read_database
-from ckpt_tool.formats.orbax.tree import Leaf, Tree, read_json, read_mesh, read_tree
+from ckpt_tool.formats.orbax.tree import Leaf, Tree, read_mesh, read_tree
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.sizes import counted

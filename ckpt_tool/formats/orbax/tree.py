@@ -12,18 +12,18 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.formats._json import read_json
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import KeyPath, MeshInfo
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
-__all__ = ["Leaf", "Tree", "read_json", "read_mesh", "read_tree"]
+__all__ = ["Leaf", "Tree", "read_mesh", "read_tree"]
 
 _TREE = "_METADATA"
 _SHARDING = "_sharding"
 _STRINGS = "_strings.json"
 _SEQUENCE = 1  # key_type of positions in lists and tuples; 2 of dicts
-_MAX_JSON_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,6 @@ class Tree:
     strings: Mapping[str, Any] = field(default_factory=dict)
     keeps_fill_values: bool = False
     """Whether chunks that hold the fill value only are stored too, so that a missing one is lost."""
-
-
-def read_json(source: Source, path: str) -> Any:
-    """The document in a file.
-
-    Raises:
-        FormatError: it is none.
-    """
-    nbytes = source.listing.nbytes(path)
-    if nbytes > _MAX_JSON_NBYTES:
-        raise FormatError(f"{counted(nbytes, 'byte')}, which is no description", where=path)
-    try:
-        return json.loads(source.read_whole(path))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON: {str(error)[:200]}", where=path) from error
 
 
 def read_tree(source: Source, folder: str) -> Tree:
