@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from ckpt_tool.api.convert.conversion import (
     wanted_dtype,
     whole_boxes,
 )
-from ckpt_tool.api.convert.hf_names import names_options, with_hf_names
+from ckpt_tool.api.convert.hf_names import HfNames, NamesOptions, names_options, with_hf_names
 from ckpt_tool.api.convert.masters import of_masters
 from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
@@ -34,7 +35,6 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.layout.origins import origins_of, renaming_views
-from ckpt_tool.layout.views import View
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.storage.apart import check_apart
@@ -134,67 +134,72 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError(f"{to} has no header that can be padded", hint="leave out --share-blocks")
     check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
-    selection = select_tensors(
-        checkpoint,
-        include=include,
-        exclude=exclude,
-        sections=None if everything or include or masters else ("model",),
-        unequal=unequal,
-    )
-    manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
-    if masters:
-        manifest, masters_dropped, masters_notes = of_masters(checkpoint, manifest)
-        dropped += masters_dropped
-        notes += masters_notes
-    manifest, tied_dropped, tied_notes = without_tied(checkpoint, manifest, tied)
-    dropped += tied_dropped
-    notes += tied_notes
-    by_family, views = None, tuple[View, ...]()
-    before = manifest
-    if names == "hf":
-        wanted = names_options(family, naming, facts, true_vocab)
-        by_family = with_hf_names(checkpoint, manifest, wanted, is_whole=not include and not exclude)
-    if by_family is not None:
-        manifest, views = by_family.manifest, by_family.views
-        dropped += by_family.dropped
-        notes += by_family.notes
-    elif names == "hf":
-        paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
-        new_names = list(zip(manifest.tensors.fqns, module_names(paths), strict=True))
-        manifest = renamed(manifest, dict(new_names))
-        if any(old != new for old, new in new_names):
-            views = renaming_views(before, new_names)
-    blobs: tuple[Blob, ...] = ()
-    if everything and to in _HOLDS_OBJECTS:
-        blobs = by_name(selection.load_objects(checkpoint))
-    elif everything:
-        dropped += no_tensors(selection.load_objects(checkpoint), manifest)
-    else:
-        dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
-    tensors = cast_model(manifest.tensors, wanted_dtype(dtype))
-    is_model = to in _HAS_CONFIG and not include and not exclude
-    config = {} if by_family is None or to not in _HAS_CONFIG else dict(by_family.config)
-    companions = {_CONFIG: _config_text(config, tensors)} if config else {}
-    if is_model and not config:
-        companions = _carried(checkpoint, tensors)
-    return build_conversion(
-        checkpoint,
-        manifest,
-        target,
-        writer=writer,
-        tensors=tensors,
-        boxes=whole_boxes(tensors),
-        mesh=None,
-        blobs=blobs,
-        dropped=dropped,
-        notes=[*notes, *uncast_notes(manifest.tensors, wanted_dtype(dtype))],
-        options=WriterOptions(
-            max_shard_nbytes=max_shard_nbytes, origins=_first_bytes(manifest) if share_blocks else {}
-        ),
-        execution=execution,
-        origins=origins_of(before, views) if views and not masters else None,
-        companions=companions,
-    )
+    with ExitStack() as opened:
+        opened.push(checkpoint)
+        selection = select_tensors(
+            checkpoint,
+            include=include,
+            exclude=exclude,
+            sections=None if everything or include or masters else ("model",),
+            unequal=unequal,
+        )
+        manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
+        if masters:
+            manifest, masters_dropped, masters_notes = of_masters(checkpoint, manifest)
+            dropped += masters_dropped
+            notes += masters_notes
+        manifest, tied_dropped, tied_notes = without_tied(checkpoint, manifest, tied)
+        is_whole = not include and not exclude
+        named = HfNames(manifest, (), (), (), {})
+        if names == "hf":
+            wanted = names_options(family, naming, facts, true_vocab)
+            named = _with_names(checkpoint, manifest, wanted, is_whole=is_whole)
+        dropped += [*tied_dropped, *named.dropped]
+        notes += [*tied_notes, *named.notes]
+        blobs: tuple[Blob, ...] = ()
+        if everything and to in _HOLDS_OBJECTS:
+            blobs = by_name(selection.load_objects(checkpoint))
+        elif everything:
+            dropped += no_tensors(selection.load_objects(checkpoint), named.manifest)
+        else:
+            dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
+        tensors = cast_model(named.manifest.tensors, wanted_dtype(dtype))
+        companions: dict[str, bytes] = {}
+        if to in _HAS_CONFIG and named.config:
+            companions = {_CONFIG: _config_text(named.config, tensors)}
+        elif to in _HAS_CONFIG and is_whole:
+            companions = _carried(checkpoint, tensors)
+        conversion = build_conversion(
+            checkpoint,
+            named.manifest,
+            target,
+            writer=writer,
+            tensors=tensors,
+            boxes=whole_boxes(tensors),
+            mesh=None,
+            blobs=blobs,
+            dropped=dropped,
+            notes=[*notes, *uncast_notes(named.manifest.tensors, wanted_dtype(dtype))],
+            options=WriterOptions(
+                max_shard_nbytes=max_shard_nbytes, origins=_first_bytes(named.manifest) if share_blocks else {}
+            ),
+            execution=execution,
+            origins=origins_of(manifest, named.views) if named.views and not masters else None,
+            companions=companions,
+        )
+        opened.pop_all()  # it stays open for the run
+        return conversion
+
+
+def _with_names(checkpoint: Checkpoint, manifest: Manifest, wanted: NamesOptions, *, is_whole: bool) -> HfNames:
+    """Names of transformers where a family has them; else those of the module, without what trainers put around it."""
+    found = with_hf_names(checkpoint, manifest, wanted, is_whole=is_whole)
+    if found is not None:
+        return found
+    paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
+    names = list(zip(manifest.tensors.fqns, module_names(paths), strict=True))
+    views = renaming_views(manifest, names) if any(old != new for old, new in names) else ()
+    return HfNames(renamed(manifest, dict(names)), (), (), views, {})
 
 
 def _first_bytes(manifest: Manifest) -> dict[str, int]:

@@ -23,15 +23,13 @@ from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
-from ckpt_tool.api.convert.stored_boxes import Storing, stored_boxes
+from ckpt_tool.api.convert.stored_boxes import Storing, boxes_by_rules
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.values import as_values
-from ckpt_tool.api.rules import rules_for
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import (
     ArrangingWriter,
-    BoxTable,
     CuttingWriter,
     PlacingWriter,
     StyledWriter,
@@ -40,7 +38,6 @@ from ckpt_tool.formats.base import (
 )
 from ckpt_tool.formats.registry import writer as writer_named
 from ckpt_tool.layout.mesh import Mesh
-from ckpt_tool.layout.place import place
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
@@ -151,18 +148,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     )  # fmt: skip
     writer = writer_named(to)
     target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
-    if to in _WHOLE_FORMATS and target_mesh.world_size > 1:
-        raise UsageError(
-            f"{to} holds whole tensors, not the {counted(target_mesh.world_size, 'rank')} of {target_mesh}",
-            hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
-        )
-    has_own_names = isinstance(writer, PlacingWriter | ArrangingWriter)
-    if has_own_names and names != "source" and not (names == "hf" and isinstance(writer, ArrangingWriter)):
-        raise UsageError(f"{to} has names of its own", hint="leave out --names")
-    if rank_state == "emit" and not writer.name.startswith("megatron"):
-        raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
-    if zero_stage is not None and writer.name != "deepspeed":
-        raise UsageError(f"{to} has no stages of ZeRO", hint="leave out --zero-stage, or write --to deepspeed")
+    _check_fits(to, writer, target_mesh, names=names, rank_state=rank_state, zero_stage=zero_stage)
     check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
@@ -198,23 +184,17 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         dropped, notes = (*dropped, *taken.dropped), [*notes, *taken.notes]
         carried = _carried(writer, manifest, blobs, target_mesh, options, rank_state)
         if optim_style is not None:
-            carried, restyled = _restyled(carried, optim_style)
+            carried, restyled = _restyled(writer, carried, optim_style)
             notes += restyled
-            if isinstance(writer, StyledWriter):
-                manifest, blobs = writer.restyled(carried.manifest, carried.blobs, optim_style)
-                carried = replace(carried, manifest=manifest, blobs=blobs)
         manifest = carried.manifest
-        tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
+        tensors = _cast(manifest, options, taken)
         notes += uncast_notes(manifest.tensors, options.model_dtype)
-        if taken.dtypes:
-            kinds = zip(tensors.fqns, tensors.dtypes, strict=True)
-            tensors = replace(tensors, dtypes=tuple(taken.dtypes.get(fqn, kind) for fqn, kind in kinds))
         if isinstance(writer, PlacingWriter):
             boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
         elif target_mesh.world_size == 1:
             boxes = whole_boxes(tensors)
         else:
-            boxes, placed_notes = _by_rules(
+            boxes, placed_notes = boxes_by_rules(
                 manifest,
                 tensors,
                 target_mesh,
@@ -274,6 +254,28 @@ def _run(conversion: Conversion, progress: Callable[[Progress], None] | None) ->
         return conversion.run(progress)
 
 
+def _check_fits(
+    to: str, writer: Writer, mesh: Mesh, *, names: str, rank_state: str | None, zero_stage: int | None
+) -> None:
+    """Nothing, when the format has what the options ask for.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if to in _WHOLE_FORMATS and mesh.world_size > 1:
+        raise UsageError(
+            f"{to} holds whole tensors, not the {counted(mesh.world_size, 'rank')} of {mesh}",
+            hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
+        )
+    has_own_names = isinstance(writer, PlacingWriter | ArrangingWriter)
+    if has_own_names and names != "source" and not (names == "hf" and isinstance(writer, ArrangingWriter)):
+        raise UsageError(f"{to} has names of its own", hint="leave out --names")
+    if rank_state == "emit" and not writer.name.startswith("megatron"):
+        raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
+    if zero_stage is not None and writer.name != "deepspeed":
+        raise UsageError(f"{to} has no stages of ZeRO", hint="leave out --zero-stage, or write --to deepspeed")
+
+
 def _taken(
     checkpoint: Checkpoint,
     selected: Taken,
@@ -327,51 +329,27 @@ def _carried(
     return carry_rank_state(manifest, blobs, dp_size=data_size(mesh), world_size=mesh.world_size, policy=policy)
 
 
-def _restyled(carried: Carried, style: str) -> tuple[Carried, tuple[str, ...]]:
+def _restyled(
+    writer: Writer, carried: Carried, style: Literal["ids", "fqn", "fqn-flat"]
+) -> tuple[Carried, tuple[str, ...]]:
     """What is carried, its optimizers spelled in another way, and notes about it."""
     from ckpt_tool.manifest.optimizer_style import restyle_optimizers  # 5 ms of start-up that few runs need
 
     found = restyle_optimizers(carried.manifest, carried.blobs, style)
-    return replace(carried, manifest=found.manifest, blobs=found.blobs), found.notes
+    manifest, blobs = found.manifest, found.blobs
+    if isinstance(writer, StyledWriter):
+        manifest, blobs = writer.restyled(manifest, blobs, style)
+    return replace(carried, manifest=manifest, blobs=blobs), found.notes
+
+
+def _cast(manifest: Manifest, options: WriterOptions, taken: Taken) -> TensorTable:
+    """The tensors with the types that they have in the target."""
+    tensors = cast_model(manifest.tensors, options.model_dtype, buffers=manifest.info.get("buffers", ()))
+    if not taken.dtypes:
+        return tensors
+    kinds = zip(tensors.fqns, tensors.dtypes, strict=True)
+    return replace(tensors, dtypes=tuple(taken.dtypes.get(fqn, kind) for fqn, kind in kinds))
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
     return dict(zip(mesh.axes, mesh.sizes, strict=True))
-
-
-def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
-    """Names of the parameters that an optimizer numbers; empty with several optimizers, whose numbers may differ."""
-    if not any(isinstance(key, int) for path in manifest.tensors.paths or () for key in path):
-        return {}
-    from ckpt_tool.manifest.optimizer import optimizer_views  # 5 ms of start-up, and most optimizers use names
-
-    views = optimizer_views(manifest)
-    return dict(views[0].names) if len(views) == 1 else {}
-
-
-def _by_rules(
-    manifest: Manifest,
-    tensors: TensorTable,
-    mesh: Mesh,
-    stages: StageOptions,
-    *,
-    rules: str | os.PathLike[str] | None,
-    default: Literal["shard0", "replicate"] | None,
-    dp_mode: Literal["shard", "replicate"],
-    storing: Storing,
-) -> tuple[BoxTable, list[str]]:
-    """The boxes that ranks store by the rules of a family, and notes on how they were found."""
-    needs_rules = any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
-    rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
-    placed = place(
-        tensors.fqns,
-        [tensors.shape_of(row) for row in range(len(tensors))],
-        mesh,
-        rule_set,
-        dp_mode=dp_mode,
-        default=default,
-        stages=stages,
-        numbered=_numbered_parameters(manifest),
-    )
-    notes = [*evidence, *placed.notes] if needs_rules else list(placed.notes)
-    return stored_boxes(placed, tensors, mesh, storing), notes

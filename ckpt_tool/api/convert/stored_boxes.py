@@ -1,20 +1,26 @@
-"""Which of the boxes that ranks hold are stored, and by whom: each of them, one for a group, or each byte once."""
+"""The boxes that ranks store: those that rules give them to hold, each of them, one for a group, or each byte once."""
 
 from __future__ import annotations
+
+import os
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.convert.mesh import DATA_AXES
+from ckpt_tool.api.rules import rules_for
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.layout.mesh import Mesh
-from ckpt_tool.layout.place import Placed
+from ckpt_tool.layout.place import Placed, place
+from ckpt_tool.layout.stages import StageOptions
+from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.records import dataclass
 
-__all__ = ["Storing", "stored_boxes"]
+__all__ = ["Storing", "boxes_by_rules"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +33,35 @@ class Storing:
     """bool[n_tensors]: whose boxes ranks may store in parts where an even load needs that; None for no tensor's."""
 
 
-def stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, storing: Storing) -> BoxTable:
+def boxes_by_rules(
+    manifest: Manifest,
+    tensors: TensorTable,
+    mesh: Mesh,
+    stages: StageOptions,
+    *,
+    rules: str | os.PathLike[str] | None,
+    default: Literal["shard0", "replicate"] | None,
+    dp_mode: Literal["shard", "replicate"],
+    storing: Storing,
+) -> tuple[BoxTable, list[str]]:
+    """The boxes that ranks store by the rules of a family, and notes on how they were found."""
+    needs_rules = any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
+    rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
+    placed = place(
+        tensors.fqns,
+        [tensors.shape_of(row) for row in range(len(tensors))],
+        mesh,
+        rule_set,
+        dp_mode=dp_mode,
+        default=default,
+        stages=stages,
+        numbered=_numbered_parameters(manifest),
+    )
+    notes = [*evidence, *placed.notes] if needs_rules else list(placed.notes)
+    return _stored(placed, tensors, mesh, storing), notes
+
+
+def _stored(placed: Placed, tensors: TensorTable, mesh: Mesh, storing: Storing) -> BoxTable:
     """The boxes that are written, by tensor and rank."""
     policy, may_cut = storing.policy, storing.may_cut
     rows = np.arange(len(placed.tensor))
@@ -55,3 +89,13 @@ def stored_boxes(placed: Placed, tensors: TensorTable, mesh: Mesh, storing: Stor
             offsets, sizes = offsets[rows], sizes[rows]
     order = np.lexsort((placed.rank[rows], placed.tensor[rows]))
     return BoxTable(placed.tensor[rows[order]], offsets[order], sizes[order], placed.rank[rows[order]])
+
+
+def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
+    """Names of the parameters that an optimizer numbers; empty with several optimizers, whose numbers may differ."""
+    if not any(isinstance(key, int) for path in manifest.tensors.paths or () for key in path):
+        return {}
+    from ckpt_tool.manifest.optimizer import optimizer_views  # 5 ms of start-up, and most optimizers use names
+
+    views = optimizer_views(manifest)
+    return dict(views[0].names) if len(views) == 1 else {}
