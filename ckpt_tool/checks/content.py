@@ -50,7 +50,7 @@ def scan_content(
     wants_zeros: BoolArray,
     memory_budget_bytes: int,
     n_workers: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None,
 ) -> ContentScan:
     """Read the payload of chunks, and what checksums are recorded for, once.
 

@@ -93,7 +93,7 @@ def check_content(
     store: Store,
     memory_budget_bytes: int,
     n_workers: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None,
 ) -> Payload:
     """Recorded checksums, values, zero runs and replicas of what ``check_headers`` resolved, from every payload byte.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.checks.companions import companion_findings
 from ckpt_tool.checks.coverage import coverage_findings
-from ckpt_tool.checks.extents import Extents, extent_findings, length_findings, loss_findings, measure
+from ckpt_tool.checks.extents import Extents, extent_findings, length_findings, loss_findings
 from ckpt_tool.checks.optimizer import optimizer_findings
 from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.checks.strays import stray_findings
@@ -18,15 +18,14 @@ from ckpt_tool.storage.store import Listing
 __all__ = ["structure_findings"]
 
 
-def structure_findings(manifest: Manifest, listing: Listing, extents: Extents | None = None) -> Iterator[Finding]:
+def structure_findings(manifest: Manifest, listing: Listing, extents: Extents) -> Iterator[Finding]:
     """Files, extents, coverage, absent weights, shared bytes, optimizer state and companions; reads nothing.
 
     Args:
         manifest: chunks may be unresolved; their container items are then what is judged.
         listing: what is really there.
-        extents: the two compared, when the caller has it already.
+        extents: the two compared.
     """
-    extents = measure(manifest, listing) if extents is None else extents
     yield from extent_findings(manifest, listing, extents)
     yield from loss_findings(manifest, extents)
     yield from length_findings(manifest)

@@ -176,7 +176,7 @@ def compare_tiles(
     open_readers: Callable[[], tuple[TileSource, TileSource]],
     probe_budget_bytes: int,
     n_workers: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None,
 ) -> list[ComparedPair]:
     """What each pair amounts to, in the order of ``pairs``; reads every tile of both sides once.
 

@@ -40,7 +40,7 @@ def files_of(layout: LayOut, share: Share | None) -> frozenset[str] | None:
     return frozenset(path for path, n in zip(layout.manifest.files.paths, owners, strict=True) if n == share.index)
 
 
-def early_segments(layout: LayOut, own: Collection[str] | None = None) -> list[Segment]:
+def early_segments(layout: LayOut, own: Collection[str] | None) -> list[Segment]:
     """Segments of files with payload, which a target without seek needs between the pieces; of ``own`` files only."""
     with_payload = {layout.manifest.files.paths[file] for file in set(layout.manifest.chunks.file.tolist())}
     known = with_payload | (set(layout.manifest.files.paths) - {layout.commit_path})

@@ -40,7 +40,7 @@ class UnitRecord:
 class Journal:
     """Append-only record of one run; the plan's fingerprint is taken when something is written or read."""
 
-    def __init__(self, log: Log, fingerprint: Callable[[], str], *, where: str, has_digests: bool = False) -> None:
+    def __init__(self, log: Log, fingerprint: Callable[[], str], *, where: str, has_digests: bool) -> None:
         self._log = log
         self._fingerprint = fingerprint
         self._has_digests = has_digests

@@ -58,7 +58,7 @@ class TileReader:
     """
 
     def __init__(
-        self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store, *, ahead_bytes: int = 0, n_workers: int = 1
+        self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store, *, ahead_bytes: int, n_workers: int
     ) -> None:
         self._source = source
         self._tiles = tiles

@@ -53,7 +53,7 @@ class Worker:
         *,
         with_crc32: bool,
         digests: TileDigests | None = None,
-        ahead_bytes: int = 0,
+        ahead_bytes: int,
         n_workers: int = 1,
         clones: Clones | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ _CANNOT = frozenset(
 _PIECE_BYTES = 4 << 20
 
 
-def take_file(source: str, target: str, *, link: str = "auto") -> str:
+def take_file(source: str, target: str, *, link: str) -> str:
     """Make ``target``, which must not exist, the same as ``source``; how it was done: ``clone``, ``hard`` or ``copy``.
 
     Raises:

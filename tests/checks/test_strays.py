@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.strays import stray_findings
 from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.geometry.box import Box
@@ -68,4 +69,6 @@ def test_named_file_has_no_strays() -> None:
 
 def test_nothing_at_all_is_an_error() -> None:
     """A checkpoint without a tensor or an object is what a rank without anything saves."""
-    assert [found.kind for found in structure_findings(make([], []), Listing("", {}))] == ["nothing-saved"]
+    manifest, listing = make([], []), Listing("", {})
+    found = structure_findings(manifest, listing, measure(manifest, listing))
+    assert [each.kind for each in found] == ["nothing-saved"]

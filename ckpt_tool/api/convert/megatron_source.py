@@ -70,7 +70,7 @@ def as_megatron(
     options: MegatronOptions,
     *,
     tp: int,
-    is_live: bool = False,
+    is_live: bool,
 ) -> Taken:
     """The source under Megatron's names, its vocabulary padded for ``tp`` tensor-parallel ranks.
 

@@ -73,7 +73,7 @@ def match_tensors(
     *,
     names: NameMap | None,
     cast: bool,
-    rank: int = 0,
+    rank: int,
 ) -> Match:
     """The checkpoint's row of each expected tensor.
 

@@ -75,7 +75,7 @@ def state_key(live: LiveState) -> StateKey:
     return (tuple(leaves), tuple(slot.path for slot in live.slots))
 
 
-def matched(live: LiveState, manifest: Manifest, names: NameMap | None, *, cast: bool, rank: int = 0) -> Match:
+def matched(live: LiveState, manifest: Manifest, names: NameMap | None, *, cast: bool, rank: int) -> Match:
     """The checkpoint's row of each tensor of the state, on one rank."""
     expected = [Expected(leaf.path, leaf.fqn, leaf.shape, leaf.dtype, leaf.may_differ) for leaf in live.leaves]
     return match_tensors(manifest, expected, names=names, cast=cast, rank=rank)

@@ -41,11 +41,11 @@ def check_digests(
     checkpoint: Checkpoint,
     recorded: DigestTable,
     *,
-    strip_prefixes: str | Sequence[str] = (),
-    require_all: bool = False,
+    strip_prefixes: str | Sequence[str],
+    require_all: bool,
     memory_budget_bytes: int,
-    n_workers: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    n_workers: int | None,
+    progress: Callable[[Progress], None] | None,
 ) -> DigestCheck:
     """What does not agree with a manifest.
 

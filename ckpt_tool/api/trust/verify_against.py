@@ -29,11 +29,11 @@ def compare_with(
     checkpoint: Checkpoint,
     other: str | os.PathLike[str] | Checkpoint,
     *,
-    strip_prefixes: str | Sequence[str] = (),
-    require_all: bool = False,
+    strip_prefixes: str | Sequence[str],
+    require_all: bool,
     memory_budget_bytes: int,
-    n_workers: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    n_workers: int | None,
+    progress: Callable[[Progress], None] | None,
 ) -> Compared:
     """What a comparison says, as findings.
 

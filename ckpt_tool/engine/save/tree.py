@@ -45,11 +45,11 @@ class Tree:
         return int(np.bincount(self.parent[self.parent >= 0], minlength=1).max())
 
 
-def control_tree(hosts: Sequence[str], *, fan_out: int = FAN_OUT) -> Tree:
+def control_tree(hosts: Sequence[str]) -> Tree:
     """The tree of ranks that run on ``hosts`` (one name per rank).
 
     The lowest rank of each host is its leader; within a host, and among leaders, the ``i``-th reports to the
-    ``(i - 1) // fan_out``-th.
+    ``(i - 1) // FAN_OUT``-th.
 
     >>> control_tree(["a", "a", "b", "b"]).parent.tolist()
     [-1, 0, 0, 2]
@@ -62,8 +62,8 @@ def control_tree(hosts: Sequence[str], *, fan_out: int = FAN_OUT) -> Tree:
     within = np.arange(n) - np.repeat(starts, counts)
     parent = np.full(n, -1, dtype=np.int64)
     inner = within > 0
-    parent[order[inner]] = order[(np.repeat(starts, counts) + (within - 1) // fan_out)[inner]]
+    parent[order[inner]] = order[(np.repeat(starts, counts) + (within - 1) // FAN_OUT)[inner]]
     leaders = np.sort(order[starts])
     place = np.arange(1, len(leaders))
-    parent[leaders[1:]] = leaders[(place - 1) // fan_out]
+    parent[leaders[1:]] = leaders[(place - 1) // FAN_OUT]
     return Tree(parent)

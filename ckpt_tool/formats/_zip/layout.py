@@ -170,9 +170,9 @@ def torch_members(
 
 
 @lru_cache(maxsize=4096)
-def item_layout(pickle: bytes, storage_nbytes: tuple[int, ...], *, alignment: int = 64) -> ZipLayout:
+def item_layout(pickle: bytes, storage_nbytes: tuple[int, ...]) -> ZipLayout:
     """The layout of one item of a ``.distcp``: a torch.save file of its own. Items of one kind share theirs."""
-    return ZipLayout(torch_members(pickle, storage_nbytes, alignment=alignment), alignment=alignment)
+    return ZipLayout(torch_members(pickle, storage_nbytes))
 
 
 def _local_header(name: bytes, nbytes: int, header_offset: int, alignment: int) -> tuple[bytes, bool]:

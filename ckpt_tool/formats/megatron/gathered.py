@@ -41,7 +41,7 @@ def gathered_group(fqn: str) -> tuple[bool, int] | None:
     return None if match is None else (int(match[1] or match[2] or 0) > 0, int(match[3]))
 
 
-def bucket_ends(facts: Facts, stage: int, chunk: int, *, experts: bool = False) -> BucketEnds:
+def bucket_ends(facts: Facts, stage: int, chunk: int, *, experts: bool) -> BucketEnds:
     """What the run's arguments say of buckets; the first chunk of the first stage alone can have more than one."""
     n_data_parallel = (facts.data_parallel_size or 1) * (facts.context_parallel_size or 1)
     if experts and facts.parts_experts:

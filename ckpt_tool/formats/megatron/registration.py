@@ -72,7 +72,7 @@ def registered(
     is_grouped: bool,
     is_first: bool,
     is_last: bool,
-    is_tied: bool = False,
+    is_tied: bool,
 ) -> list[Parameter]:
     """Parameters of one model chunk, in order of registration.
 

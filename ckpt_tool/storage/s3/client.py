@@ -26,7 +26,7 @@ from ckpt_tool.storage.retry import retried
 from ckpt_tool.storage.s3.credentials import read_settings
 from ckpt_tool.storage.s3.fast_reads import FastReads, fast_reads, takes_key
 from ckpt_tool.storage.s3.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
-from ckpt_tool.storage.traffic import Traffic, current_traffic
+from ckpt_tool.storage.traffic import current_traffic
 
 __all__ = ["Page", "S3Client", "S3Object", "parsed_xml", "split_s3_url", "xml_text", "xml_time"]
 
@@ -70,11 +70,11 @@ class S3Client:
         UsageError: no bucket, or settings that say nothing.
     """
 
-    def __init__(self, bucket: str, *, traffic: Traffic | None = None) -> None:
+    def __init__(self, bucket: str) -> None:
         if not bucket:
             raise UsageError("names no bucket", where="s3://", hint="s3://BUCKET/PATH")
         self.bucket = bucket
-        self.traffic = current_traffic() if traffic is None else traffic
+        self.traffic = current_traffic()
         self._settings, self._source = read_settings()
         self._lock = threading.Lock()
         self._fast: FastReads | Literal[False] | None = False
