@@ -27,6 +27,7 @@ Exchange = Literal["auto", "none", "shared-memory", "all-to-all"]
 
 _SHARED_ENOUGH = 1.25  # below this many readers per byte there is nothing to save
 _PROBE_BYTES = 1 << 20
+_PROBE_GAPS = 8  # a probe is so many times what costs as much as a request does, so that requests hardly count
 _N_PROBES = 3
 _COPY_BYTES = 2 << 20
 _FAST_S = 2e-3  # a probe as short as this is repeated: it may have been interrupted
@@ -197,12 +198,12 @@ def _read_cost(manifest: Manifest, store: Store, group: Group) -> tuple[float, i
         return 1e-12, 0
     largest = np.argsort(-chunks.length, kind="stable")[: _N_PROBES * group.size]
     own = largest[group.rank :: group.size] if len(largest) >= group.size else largest[:1]
-    buffer = memoryview(bytearray(_PROBE_BYTES))
+    buffer = memoryview(bytearray(min(_PROBE_BYTES, _PROBE_GAPS * store.cost.max_gap_bytes)))
     best, total = 1.0, 0
     for number in range(_N_PROBES):
         chunk = int(own[number % len(own)])  # another one each time: the processor has not seen its bytes
         path, offset = manifest.files.paths[chunks.file[chunk]], int(chunks.offset[chunk])
-        nbytes = min(int(chunks.length[chunk]), _PROBE_BYTES)
+        nbytes = min(int(chunks.length[chunk]), len(buffer))
         store.read_into(path, offset, buffer[:1])  # opening is paid once, not per byte
         begun = time.perf_counter()
         store.read_into(path, offset, buffer[:nbytes])
