@@ -119,9 +119,10 @@ def loss_findings(manifest: Manifest, extents: Extents) -> Iterator[Finding]:
         tensor = int(chunks.tensor[row])
         record = chunks.record(row, tensors, manifest.files)
         n, numel = int(elements[tensor]), int(tensors.numel[tensor])
+        verb = "has" if n == 1 else "have"
         said = (
-            f"{n:,} of {counted(numel, 'element')} ({n / max(numel, 1):.1%}) have no bytes left, the first lost box is "
-            f"{record.box} in {record.where.path}"
+            f"{n:,} of {counted(numel, 'element')} ({n / max(numel, 1):.1%}) {verb} no bytes left, the first lost box "
+            f"is {record.box} in {record.where.path}"
         )
         yield Finding("lost-data", Severity.ERROR, said, record.fqn, record.where)
 

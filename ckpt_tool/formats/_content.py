@@ -48,6 +48,9 @@ _MAGIC: tuple[tuple[bytes, Content], ...] = (
     (b"%PDF", Content("a PDF")),
     (b"bplist00", Content("a property list, as iCloud leaves in a file's place", "have the file downloaded first")),
     (b"7z\xbc\xaf\x27\x1c", Content("a 7z archive", "unpack it with 7z x")),
+    (b"\x89PNG\r\n", Content("a picture (PNG)")),
+    (b"\xff\xd8\xff", Content("a picture (JPEG)")),
+    (b"\x7fELF", Content("a program or a library (ELF)")),
 )
 
 
@@ -97,7 +100,8 @@ def _container(head: bytes) -> Content | None:
     if is_legacy(head):
         return Content("a torch.save file (the stream of torch before 1.6)", "name it .pt or .bin")
     if head[0] == 0x80 and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
-        return Content("a pickle", "name it .pt or .pkl; it is read without being executed")
+        fix = "torch.save did not write it: save its tensors with that, or with numpy.savez"
+        return Content("a pickle", fix)
     if head[257:262] == b"ustar":
         return Content("a tar archive", "unpack it with tar -x")
     if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:

@@ -25,6 +25,16 @@ _MAX_TELLING = 8
 _DESCRIBING = re.compile(r"\.(?:json|md|txt|ya?ml|toml|py|gitattributes|gitignore|jinja)$|(?:^|/)LICENSE$")
 
 
+# Models made for running, and those of programs whose checkpoints are not read.
+_COMPILED = (
+    (re.compile(r"\.onnx(?:_data|\.data)?$"), "an ONNX model"),
+    (re.compile(r"\.tflite$"), "a TensorFlow Lite model"),
+    (re.compile(r"\.(?:engine|plan)$"), "a TensorRT engine"),
+    (re.compile(r"\.ckpt(?:-\d+)?\.(?:index|meta|data-\d{5}-of-\d{5})$"), "a part of a TensorFlow checkpoint"),
+    (re.compile(r"(?:^|/)saved_model\.pb$"), "a TensorFlow model"),
+    (re.compile(r"\.mlmodel$|\.mlpackage/"), "a Core ML model"),
+)
+
 _UNENDED, _END_IT = "a download or a save that did not end", "let it end, or start it again"
 
 
@@ -36,7 +46,10 @@ def named_content(path: str) -> Content | None:
     """
     if _UNFINISHED.search(path):
         return Content(_UNENDED, _END_IT)
-    return Content("a compressed tar archive", "unpack it with tar -xf") if _PACKED_TAR.search(path) else None
+    if _PACKED_TAR.search(path):
+        return Content("a compressed tar archive", "unpack it with tar -xf")
+    what = next((what for pattern, what in _COMPILED if pattern.search(path)), None)
+    return None if what is None else Content(what, "take the checkpoint that it was made from")
 
 
 def folder_content(sizes: Mapping[str, int]) -> Content | None:
@@ -71,6 +84,10 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
     archives = [path for path in sizes if _ARCHIVE.search(path)]
     if archives and not tensors:
         return Content(f"{counted(len(archives), 'archive')} ({archives[0]})", "unpack it, and name the folder in it")
+    compiled = [(path, what) for path in sizes for pattern, what in _COMPILED if pattern.search(path)]
+    if compiled and not tensors:
+        path, what = compiled[0]
+        return Content(f"{what} ({path})", "take the checkpoint that it was made from")
     others = [path for path in sizes if not _DESCRIBING.search(path) and not _TOKENIZER.search(path)]
     if not tensors and not others:
         if any(_TOKENIZER.search(path) for path in sizes):

@@ -176,7 +176,8 @@ def _missing_files(index: Index, held: Held, sizes: Mapping[str, int], strays: C
     elsewhere = {fqn for names in held.values() for fqn in names}
     for path, fqns in by_file.items():
         lost = [fqn for fqn in fqns if fqn not in elsewhere]
-        outside = " (a path out of this folder, which is not followed)" if path.startswith(("/", "..")) else ""
+        is_outside = path.startswith(("/", ".."))
+        outside = " (a path out of this folder, which is not followed)" if is_outside else ""
         verb = "is" if len(lost) == 1 else "are"
         held_by = f"{len(lost):,} of its {counted(len(fqns), 'tensor')} {verb} in no other file: {_some(lost)}"
         yield Finding(
@@ -185,7 +186,7 @@ def _missing_files(index: Index, held: Held, sizes: Mapping[str, int], strays: C
             f"{path} is named by {index.path} and is not here{outside}; "
             f"{held_by if lost else f'other files hold {_some(fqns)}'}",
             lost[0] if lost else fqns[0],
-            FileRange(path, 0, 0),
+            FileRange(index.path if is_outside else path, 0, 0),
         )
 
 

@@ -113,7 +113,8 @@ def parse_table(text: str | bytes, *, where: str) -> DigestTable:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"expected a manifest of digests, got no JSON ({error})", where=where) from error
+        hint = "ckpt verify SRC --against OTHER compares with a checkpoint"
+        raise FormatError("expected a manifest of digests, got no JSON", where=where, hint=hint) from error
     schema = document.get("schema") if isinstance(document, dict) else None
     if not isinstance(schema, str) or not schema.startswith("ckpt-tool/digests/"):
         hint = 'write one with "ckpt verify SRC --write-manifest FILE"'

@@ -93,3 +93,13 @@ def test_what_no_fetching_mends(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(NotFound, match="no checkpoint"):
         plan_fetch(tmp_path)
+
+
+def test_no_path_out_of_the_folder_is_listed(tmp_path: Path) -> None:
+    """An index that names a file elsewhere is what is wrong, not that file."""
+    folder = copied("torch/hf_sharded", tmp_path)
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text("utf-8").replace("model-00002-of-00003", "../../model-00002-of-00003")
+    index.unlink()
+    index.write_text(text, "utf-8")
+    assert fetched(folder) == [(index.name, 0, 0)]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._content import content_of, what_is
+from ckpt_tool.formats._folder import folder_content, named_content
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.safetensors import single
 from ckpt_tool.storage.recording import MemoryStore
@@ -97,3 +98,16 @@ def test_unknown_bytes_are_nothing() -> None:
 def test_any_bytes_have_an_answer(head: bytes) -> None:
     """Nothing raises."""
     assert what_is(head) is None or isinstance(what_is(head), str)
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [("model.onnx", "an ONNX model"), ("model.ckpt-9.data-00000-of-00001", "a part of a TensorFlow checkpoint")],
+)
+def test_models_of_other_programs_are_named(path: str, what: str) -> None:
+    """What a name tells of a file that is no checkpoint, alone and in a folder."""
+    found, in_folder = named_content(path), folder_content({path: 9, "README.md": 1})
+    assert found is not None
+    assert found.what == what
+    assert in_folder is not None
+    assert in_folder.what == f"{what} ({path})"
