@@ -93,7 +93,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings=_SETTINGS,
-    epilog="""ckpt COMMAND --help shows a command's options and examples; ckpt inspect SRC is a good begin.
+    epilog="""Start with ckpt inspect SRC. ckpt COMMAND --help shows the options of a command, and examples.
 
     Exit status: 0 fine, 1 problems found, 2 usage, 3 bad checkpoint or layout, 4 storage. NO_COLOR=1 prints without
     colour, CKPT_DEBUG=1 shows the traceback of an error.
