@@ -121,10 +121,11 @@ def test_links_of_the_hub_cache_lead_to_names(tmp_path: Path) -> None:
 
 
 def test_scales_are_cast_through_float32(tmp_path: Path) -> None:
-    """ml_dtypes has no way from float8_e8m0fnu to its other types."""
+    """ml_dtypes has no way from float8_e8m0fnu to its other types; that nothing is multiplied out is said."""
     data = b"\x7f\x80\x7e\x00"
-    header = b'{"s":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}'
+    header = b'{"w_scale":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}'
     (tmp_path / "s.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
-    ckpt_tool.export(tmp_path / "s.safetensors", tmp_path / "out", dtype="fp8", durable=False)
+    done = ckpt_tool.export(tmp_path / "s.safetensors", tmp_path / "out", dtype="fp8", durable=False)
+    assert any("multiplies nothing out" in note for note in done.notes)
     with ckpt_tool.open(tmp_path / "out") as checkpoint:
-        assert checkpoint["s"].numpy().astype("f4").tolist() == [1.0, 2.0, 0.5, 0.0]
+        assert checkpoint["w_scale"].numpy().astype("f4").tolist() == [1.0, 2.0, 0.5, 0.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,6 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
 from ckpt_tool.api.manifest_file import check_replaceable, manifest_beside, write_manifest
-from ckpt_tool.dtypes import DTYPES, DType
-from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.engine.around import owners_of
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport, TakenDigests
 from ckpt_tool.engine.run import run_plan
@@ -42,10 +40,7 @@ __all__ = [
     "Dropped",
     "Execution",
     "build_conversion",
-    "cast_model",
     "manifest_url_for",
-    "uncast_notes",
-    "wanted_dtype",
     "whole_boxes",
 ]
 
@@ -327,47 +322,6 @@ def _blob_bytes(checkpoint: Checkpoint, blobs: Sequence[Blob]) -> Mapping[str, b
     own = [b for b in blobs if b.kind == "torch_save" and b.where is not None and times[b.fqn] == 1]
     data = checkpoint.store.fetch([blob.where for blob in own if blob.where is not None])
     return {blob.fqn: content for blob, content in zip(own, data, strict=True)}
-
-
-def wanted_dtype(name: str | None) -> DType | None:
-    """The floating type that a caller asks for by ``name``.
-
-    Raises:
-        UsageError: no such type, or one that values are not just rounded to.
-    """
-    if name is None:
-        return None
-    hint = "one of: " + " ".join(kind.name for kind in DTYPES.values() if kind.is_castable)
-    try:
-        found = dtype_named(str(name))
-    except Unsupported as error:
-        raise UsageError(error.message, hint=hint) from None
-    if not found.is_castable:
-        raise UsageError(f"floating weights are cast to floating types, {found.name} is none", hint=hint)
-    return found
-
-
-def cast_model(tensors: TensorTable, dtype: DType | None, *, buffers: Collection[str] = ()) -> TensorTable:
-    """``tensors`` with the floating ones of the model section in another dtype.
-
-    Optimizer state keeps its own, and so do ``buffers``, by name in the module: a training program casts parameters.
-    """
-    if dtype is None:
-        return tensors
-    model, kept = SECTIONS.index("model"), frozenset(buffers)
-    dtypes = tuple(
-        dtype if kind.is_castable and section == model and not {fqn, fqn.partition(".")[2]} & kept else kind
-        for fqn, kind, section in zip(tensors.fqns, tensors.dtypes, tensors.section.tolist(), strict=True)
-    )
-    return replace(tensors, dtypes=dtypes)
-
-
-def uncast_notes(tensors: TensorTable, dtype: DType | None) -> list[str]:
-    """A note on weights that stay as they are in a cast, for several of their elements are packed into a byte."""
-    packed = [kind.name for kind in tensors.dtypes if kind.kind == "float" and not kind.is_castable]
-    if dtype is None or not packed:
-        return []
-    return [f"{counted(len(packed), 'tensor', 'are')} {', '.join(sorted(set(packed)))}, packed, and stay so"]
 
 
 def whole_boxes(tensors: TensorTable) -> BoxTable:

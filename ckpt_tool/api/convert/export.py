@@ -13,14 +13,12 @@ import numpy as np
 
 from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.casts import cast_model, cast_notes, wanted_dtype
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
     Dropped,
     build_conversion,
-    cast_model,
-    uncast_notes,
-    wanted_dtype,
     whole_boxes,
 )
 from ckpt_tool.api.convert.hf_names import HfNames, NamesOptions, names_options, with_hf_names
@@ -179,7 +177,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             mesh=None,
             blobs=blobs,
             dropped=dropped,
-            notes=[*notes, *uncast_notes(named.manifest.tensors, wanted_dtype(dtype))],
+            notes=[*notes, *cast_notes(named.manifest, wanted_dtype(dtype))],
             options=WriterOptions(
                 max_shard_nbytes=max_shard_nbytes, origins=_first_bytes(named.manifest) if share_blocks else {}
             ),

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.casts import cast_model, cast_notes, wanted_dtype
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
     build_conversion,
-    cast_model,
-    uncast_notes,
-    wanted_dtype,
     whole_boxes,
 )
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
@@ -188,7 +186,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             notes += restyled
         manifest = carried.manifest
         tensors = _cast(manifest, options, taken)
-        notes += uncast_notes(manifest.tensors, options.model_dtype)
+        notes += cast_notes(manifest, options.model_dtype)
         if isinstance(writer, PlacingWriter):
             boxes = writer.place(tensors, carried.blobs, _sizes(target_mesh), manifest.info, options)
         elif target_mesh.world_size == 1:

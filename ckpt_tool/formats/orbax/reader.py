@@ -76,6 +76,7 @@ class OrbaxReader(ResolvedReader):
             meshes += [mesh] if mesh is not None else []
             partitions.update({_fqn(prefix, name): found for name, found in own.items()})
             notes += _unknown_tree_note(source, folder, tree)
+            notes += [_written_over(_fqn(prefix, name)) for name in tree.written_over]
         for folder in items.json:
             path = f"{folder}/{_DOCUMENT}"
             where = FileRange(path, 0, source.listing.nbytes(path))
@@ -137,8 +138,11 @@ class OrbaxReader(ResolvedReader):
                 yield Finding("missing-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
             stored = arrays_of(source, _values(source, folder))
             names = {one.name for one in stored}
+            for name in tree.written_over:
+                fqn = _fqn(prefix, name)
+                yield Finding("missing-tensor", Severity.ERROR, _written_over(fqn), fqn=fqn)
             for name, leaf in tree.leaves.items():
-                if name not in names and leaf.kind not in _EMPTY and leaf.kind != "string":
+                if name not in names and leaf.has_array:
                     fqn = _fqn(prefix, name)
                     yield Finding("missing-tensor", Severity.ERROR, f"{fqn!r} is in the tree and not stored", fqn=fqn)
             for one in stored:
@@ -207,6 +211,10 @@ def _values_of(tree: Tree, prefix: KeyPath) -> Iterator[Blob]:
 
 def _value(prefix: KeyPath, leaf: Leaf, value: Any) -> Blob:
     return Blob(_fqn(prefix, leaf.name), "value", None, value, (*prefix, *leaf.path), is_loaded=True)
+
+
+def _written_over(fqn: str) -> str:
+    return f"several leaves of the tree are called {fqn!r}, of which Orbax stored one array: the others are lost"
 
 
 def _unknown_tree_note(source: Source, folder: str, tree: Tree) -> list[str]:

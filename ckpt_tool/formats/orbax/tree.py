@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -24,6 +25,7 @@ _TREE = "_METADATA"
 _SHARDING = "_sharding"
 _STRINGS = "_strings.json"
 _SEQUENCE = 1  # key_type of positions in lists and tuples; 2 of dicts
+_WITHOUT_ARRAY = frozenset({"None", "Dict", "List", "Tuple", "string"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Leaf:
     path: KeyPath
     kind: str
     """``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` ..."""
+
+    @property
+    def has_array(self) -> bool:
+        """Whether it is stored among the arrays, not in the tree or beside it."""
+        return self.kind not in _WITHOUT_ARRAY
 
     @property
     def name(self) -> str:
@@ -47,6 +54,8 @@ class Tree:
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     """By name; empty where no file tells the tree."""
     strings: Mapping[str, Any] = field(default_factory=dict)
+    written_over: tuple[str, ...] = ()
+    """Names of several leaves each, of which Orbax kept the array of the last one: ``x.y`` of keys with a dot too."""
     keeps_fill_values: bool = False
     """Whether chunks that hold the fill value only are stored too, so that a missing one is lost."""
 
@@ -73,7 +82,13 @@ def read_tree(source: Source, folder: str) -> Tree:
         keeps = bool(document.get("store_array_data_equal_to_fill_value", False))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"no description of a tree: {error!r}"[:300], where=where) from error
-    return Tree({leaf.name: leaf for leaf in leaves}, strings if isinstance(strings, dict) else {}, keeps)
+    times = Counter(leaf.name for leaf in leaves if leaf.has_array)
+    return Tree(
+        {leaf.name: leaf for leaf in leaves},
+        strings if isinstance(strings, dict) else {},
+        tuple(name for name, count in times.items() if count > 1),
+        keeps,
+    )
 
 
 def _key(described: Mapping[str, Any]) -> str | int:

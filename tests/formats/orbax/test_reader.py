@@ -15,6 +15,7 @@ from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError, NotFound, Unsupported
 from ckpt_tool.formats.orbax.reader import READER
+from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from tests.formats.conformance import Case, ReaderTests, source_of, stored_bytes
@@ -137,6 +138,22 @@ def test_a_leaf_without_an_array(tmp_path: Path) -> None:
     (step / "big").rename(step / "other")
     kinds = {(f.kind, f.fqn) for f in verify(step).findings}
     assert {("missing-tensor", "big"), ("stray-tensor", "other")} <= kinds
+
+
+def test_leaves_of_one_name(tmp_path: Path) -> None:
+    """Orbax stores ``{"x.y": a, "x": {"y": b}}`` as one array, the last: that one is lost is an error, and noted."""
+    step = copied("orbax_files", tmp_path) / "3"
+    tree = json.loads((step / "_METADATA").read_text("utf-8"))
+    tree["tree_metadata"]["('b', 'ig')"] = {
+        **tree["tree_metadata"]["('big',)"],
+        "key_metadata": [{"key": "big", "key_type": 2}],
+    }
+    (step / "_METADATA").write_text(json.dumps(tree), "utf-8")
+    assert [(f.kind, f.fqn) for f in verify(step).findings if f.severity is Severity.ERROR] == [
+        ("missing-tensor", "big")
+    ]
+    with open_checkpoint(step) as checkpoint:
+        assert any("several leaves of the tree are called 'big'" in note for note in checkpoint.manifest.notes)
 
 
 def test_unfinished_saves_are_refused(tmp_path: Path) -> None:
