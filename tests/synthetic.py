@@ -17,7 +17,7 @@ from ckpt_tool.formats.base import LayOut
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
-from ckpt_tool.plan.build import PlanLimits
+from ckpt_tool.plan.limits import PlanLimits
 
 __all__ = ["Synthetic", "layout_of", "limits", "make_source", "make_target"]
 

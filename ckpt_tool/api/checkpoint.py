@@ -20,9 +20,8 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.select import slice_box
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.plan.build import PlanLimits
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing, Store
 
@@ -175,6 +174,8 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
     def store(self) -> Store:
         """Reads the manifest's files, those inside compressed containers included."""
         if self._store is None:
+            from ckpt_tool.storage.decode import open_files  # who only looks at metadata reads no payload
+
             self._store = open_files(self.source.store, self.manifest.files, self._memory_budget_bytes // 4)
         return self._store
 

@@ -22,7 +22,8 @@ from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import pad_shapes
-from ckpt_tool.plan.build import PlanLimits, has_odd_strides
+from ckpt_tool.plan.build import has_odd_strides
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass, field

@@ -20,7 +20,8 @@ from ckpt_tool.geometry.join import Boxes
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.digest import ContentDigest, Part, content_digest, linear_forms, wide_sums
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.plan.build import PlanLimits, has_odd_strides, plan_reads
+from ckpt_tool.plan.build import has_odd_strides, plan_reads
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Pieces, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass, field

@@ -12,7 +12,8 @@ from ckpt_tool.engine.worker import Worker
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable
-from ckpt_tool.plan.build import PlanLimits, make_plan
+from ckpt_tool.plan.build import make_plan
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.storage.store import Store
 
 __all__ = ["read_boxes"]

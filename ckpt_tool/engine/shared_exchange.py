@@ -24,7 +24,8 @@ from ckpt_tool.engine.shared_ring import Ring, ring_bytes
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
-from ckpt_tool.plan.build import PlanLimits, make_plan
+from ckpt_tool.plan.build import make_plan
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store

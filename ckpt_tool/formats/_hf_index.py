@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_tool.errors import FormatError
-from ckpt_tool.formats._content import what_is
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
@@ -61,6 +60,8 @@ def parse_index(raw: bytes, path: str) -> Index:
     try:
         found = json.loads(raw, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
+        from ckpt_tool.formats._content import what_is  # for this message alone
+
         kind = what_is(raw[:512])
         other = f" but {kind}" if kind not in {None, "JSON text", "plain text"} else f": {error}"
         raise FormatError(f"the index is not JSON{other}", where=path) from error

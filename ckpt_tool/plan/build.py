@@ -15,28 +15,13 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.plan import sequence
 from ckpt_tool.plan.assign import split_evenly
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Cast, Pieces, Plan, PlanStats, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
-__all__ = ["PlanLimits", "has_odd_strides", "make_plan", "plan_reads"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanLimits:
-    """Sizes that shape a plan."""
-
-    max_tile_bytes: int
-    """Buffer for one tile."""
-    max_odd_tile_bytes: int
-    """Buffer for a tensor stored with odd strides (transposed, expanded), which is not cut if it fits."""
-    unit_bytes: int
-    """About this many bytes are executed and journaled together."""
-    in_file_order: bool = False
-    """Fill every target file from its first byte to its last, for storage without seek; may read some bytes twice."""
-    one_read_per_tile: bool = False
-    """Cut tiles where the source's chunks end, so that each can be read by another process."""
+__all__ = ["has_odd_strides", "make_plan", "plan_reads"]
 
 
 def make_plan(source: Manifest, target: Manifest, *, limits: PlanLimits, owners: IntArray | None = None) -> Plan:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ckpt_tool.engine.base import EngineOptions
 from ckpt_tool.engine.run import run_plan
-from ckpt_tool.plan.build import PlanLimits, make_plan
+from ckpt_tool.plan.build import make_plan
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.sequence import in_file_order
 from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.target import open_target

@@ -22,7 +22,6 @@ from ckpt_tool.api.convert.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.convert.hf_names import HfNames, NamesOptions, names_options, with_hf_names
-from ckpt_tool.api.convert.masters import of_masters
 from ckpt_tool.api.convert.names import module_names, renamed
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
@@ -143,6 +142,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         )
         manifest, dropped, notes = selection.manifest, list(selection.dropped), list(selection.notes)
         if masters:
+            from ckpt_tool.api.convert.masters import of_masters
+
             manifest, masters_dropped, masters_notes = of_masters(checkpoint, manifest)
             dropped += masters_dropped
             notes += masters_notes

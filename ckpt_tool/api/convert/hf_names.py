@@ -9,23 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
-from ckpt_tool.api.convert.vocabulary import true_vocabulary
 from ckpt_tool.errors import LayoutError, UsageError
-from ckpt_tool.layout.model_config import Translated, config_of
-from ckpt_tool.layout.naming import rename
 from ckpt_tool.layout.naming_match import NamingMatch, choose_naming, match_names
 from ckpt_tool.layout.naming_rules import Naming, load_naming
 from ckpt_tool.layout.naming_sizes import Fact
-from ckpt_tool.layout.origins import renaming_views
-from ckpt_tool.layout.views import View, apply_views
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
+
+if TYPE_CHECKING:
+    from ckpt_tool.layout.model_config import Translated
+    from ckpt_tool.layout.views import View
 
 __all__ = ["HfNames", "NamesOptions", "names_options", "with_hf_names"]
 
@@ -113,6 +112,12 @@ def with_hf_names(
     if found is None:
         _refuse_unused(options)
         return None
+    # 4 ms of start-up that others do without, whose names need no rules.
+    from ckpt_tool.api.convert.vocabulary import true_vocabulary
+    from ckpt_tool.layout.naming import rename
+    from ckpt_tool.layout.origins import renaming_views
+    from ckpt_tool.layout.views import apply_views
+
     matches = match_names(found.naming, fqns)
     facts = dict(_facts(checkpoint.manifest, options.facts or {}))
     tables = [m.fqn for m in matches if m.rule.rows == "vocab"]
@@ -142,6 +147,8 @@ def with_hf_names(
 
 def _config(checkpoint: Checkpoint, naming: Naming, views: Sequence[View], *, is_whole: bool) -> Translated:
     """``config.json`` of a model of Megatron's: what its arguments tell of it."""
+    from ckpt_tool.layout.model_config import Translated, config_of
+
     if not is_whole or not isinstance(checkpoint.manifest.info.get("args"), Mapping):
         return Translated({}, ())
     rows = [row for row, blob in enumerate(checkpoint.manifest.blobs) if blob.fqn == "args"]

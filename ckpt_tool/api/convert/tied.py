@@ -11,8 +11,6 @@ import numpy as np
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.rank_state import without
-from ckpt_tool.api.rules import rules_for
-from ckpt_tool.layout.resolve import rows_of_kind
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.manifest.vocabulary import stated_tied
@@ -53,6 +51,9 @@ def _equal_vocabularies(
     checkpoint: Checkpoint, manifest: Manifest, fqns: Sequence[str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Why a vocabulary of ``fqns`` repeats another, by fqn; and a note about those that could but do not."""
+    from ckpt_tool.api.rules import rules_for  # for models that say they are tied, or may be dropped as such
+    from ckpt_tool.layout.resolve import rows_of_kind
+
     rules, _ = rules_for(fqns, None, is_optional=True)
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for row in rows_of_kind(fqns, rules, "vocab"):

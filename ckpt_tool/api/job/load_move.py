@@ -11,7 +11,8 @@ from ckpt_tool.engine.schedule import Schedule, make_schedule
 from ckpt_tool.engine.shared_exchange import SharedReads, plan_shared_reads, run_shared_reads
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
-from ckpt_tool.plan.build import PlanLimits, make_plan
+from ckpt_tool.plan.build import make_plan
+from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store

@@ -30,7 +30,8 @@ from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import texts
-from ckpt_tool.plan.build import PlanLimits, plan_reads
+from ckpt_tool.plan.build import plan_reads
+from ckpt_tool.plan.limits import PlanLimits
 
 __all__ = ["DiffReport", "diff"]
 

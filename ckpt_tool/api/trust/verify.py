@@ -12,7 +12,6 @@ from typing import Any
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, plan_limits
-from ckpt_tool.api.manifest_file import read_manifest
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.absent import missing_file_findings
 from ckpt_tool.checks.extents import measure
@@ -21,7 +20,6 @@ from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
 from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.checks.tolerant import read_tolerantly
 from ckpt_tool.checks.unowned import unowned_findings
-from ckpt_tool.checks.vocabulary import padding_findings, tied_findings
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import CkptError, UsageError
 from ckpt_tool.formats.base import Source
@@ -71,7 +69,11 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
     if level not in LEVELS:
         raise UsageError(f"{level!r} is no level of verification, expected one of {', '.join(LEVELS)}")
     started = time.perf_counter()
-    recorded = None if manifest is None else read_manifest(manifest)
+    recorded = None
+    if manifest is not None:
+        from ckpt_tool.api.manifest_file import read_manifest
+
+        recorded = read_manifest(manifest)
     if recorded is not None and level == "quick":
         raise UsageError("the quick level reads no payload, which a manifest is compared with")
     if against is not None and level == "quick":
@@ -184,6 +186,8 @@ def _vocabulary(
     checkpoint: Checkpoint, manifest: Manifest, memory_budget_bytes: int, n_workers: int | None
 ) -> tuple[list[Finding], int]:
     """Tied copies and padding rows of ``manifest``, whose chunks are resolved; and how many bytes were read."""
+    from ckpt_tool.checks.vocabulary import padding_findings, tied_findings  # for the full level alone
+
     n_workers = reading_workers(n_workers, checkpoint.source.store.cost.concurrency)
     limits = plan_limits(memory_budget_bytes // 2, n_workers)
 
