@@ -14,6 +14,7 @@ import operator
 from dataclasses import MISSING, FrozenInstanceError, field
 from inspect import get_annotations
 from reprlib import recursive_repr
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -176,7 +177,14 @@ def _compiled_init(made: type, defaults: Mapping[str, Any], *, is_frozen: bool) 
         scope |= {f"_default_{name}": default, f"_make_{name}": make}
         parameters.append(name if default is MISSING else f"{name}=_default_{name}")
         value = name if make is None else f"_make_{name}() if {name} is _absent else {name}"
-        lines.append(f"_put(self, {name!r}, {value})" if is_frozen else f"self.{name} = {value}")
+        slot = made.__dict__.get(name)
+        if not is_frozen:
+            lines.append(f"self.{name} = {value}")
+        elif isinstance(slot, MemberDescriptorType):  # its own setter takes half of the time
+            scope[f"_put_{name}"] = slot.__set__
+            lines.append(f"_put_{name}(self, {value})")
+        else:
+            lines.append(f"_put(self, {name!r}, {value})")
     if hasattr(made, "__post_init__"):
         lines.append("self.__post_init__()")
     exec(f"def __init__({', '.join(parameters)}):\n " + "\n ".join(lines), scope)  # noqa: S102 - names of fields only

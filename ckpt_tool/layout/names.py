@@ -16,7 +16,7 @@ __all__ = ["Spelling", "spellings", "without_wrappers"]
 
 # Inserted wherever a module is wrapped: torch.compile, FSDP, activation checkpointing, fairscale.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\.")
-# Put in front of a whole model: DCP and Lightning keys, DDP, DeepSpeed, PEFT, multimodal models.
+# Put in front of a whole model, one word each: DCP and Lightning keys, DDP, DeepSpeed, PEFT, multimodal models.
 _PREFIXES = ("model.", "module.", "state_dict.", "app.", "base_model.", "language_model.", "network.")
 
 _SLOTS = (
@@ -59,6 +59,8 @@ def spellings(fqn: str, numbered: Mapping[int, str]) -> Iterator[Spelling]:
     Spelling(parameter='norm.weight', stripped='', slot='exp_avg', adapter=None)
     """
     yield from _parameter_spellings(fqn)
+    if "state." not in fqn and not fqn.startswith("opt"):  # most names, told without three searches
+        return
     for pattern in _STATE:
         found = pattern.fullmatch(fqn)
         if found is None:
@@ -96,12 +98,13 @@ def _parameter_spellings(fqn: str) -> Iterator[Spelling]:
 def _without_prefixes(fqn: str) -> Iterator[tuple[str, str]]:
     """``(name, what was taken off)``, from nothing to everything that is known as a prefix."""
     yield fqn, ""
-    name, stripped = _WRAPPERS.sub("", fqn), "".join(_WRAPPERS.findall(fqn))
-    if name != fqn:
+    name, stripped = fqn, ""
+    if _WRAPPERS.search(fqn):
+        name, stripped = _WRAPPERS.sub("", fqn), "".join(_WRAPPERS.findall(fqn))
         yield name, stripped
     while True:
-        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
-        if prefix is None:
+        if not name.startswith(_PREFIXES):
             return
+        prefix = name[: name.index(".") + 1]
         name, stripped = name[len(prefix) :], stripped + prefix
         yield name, stripped

@@ -51,8 +51,8 @@ Kind = Literal[
 ]  # fmt: skip
 Part = int | Literal["in", "*"]
 
-_shard = cache(Shard)
-"""One record for each dimension: equal layouts of many tensors are told by identity."""
+# One record for each: equal layouts of many tensors are told by identity.
+_REPLICATE, _shard = Replicate(), cache(Shard)
 
 _RULE_KEYS = {"match", "kind", "dim", "parts", "stage", "layer", "expert"}
 _FAMILY_KEYS = {"name", "layer_pattern", "detect"}
@@ -83,9 +83,9 @@ class Rule:
         if dim is not None and dim >= len(shape):
             raise LayoutError(f"rule {self.pattern.pattern!r} cuts dimension {dim}, the tensor has {len(shape)}")
         return TensorLayout(
-            tp=Replicate() if dim is None else _shard(dim),
+            tp=_REPLICATE if dim is None else _shard(dim),
             parts=() if dim is None else self._part_sizes(shape, dim),
-            ep=_shard(0) if is_stacked else Replicate(),
+            ep=_shard(0) if is_stacked else _REPLICATE,
             expert=expert if self.kind.startswith("expert") else None,
             stage=self.stage or ("layer" if layer is not None else "all"),
             layer=layer,

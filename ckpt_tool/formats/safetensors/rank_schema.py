@@ -53,6 +53,7 @@ __all__ = [
     "parse_boxes",
     "parse_layout",
     "rank_metadata",
+    "tensor_fields",
 ]
 
 LAYOUT_FILE = "ckpt_layout.json"
@@ -201,17 +202,30 @@ def rank_metadata(
     }
 
 
-def box_fields(
-    stored: str, meta: TensorMeta, offsets: Sequence[int], sizes: Sequence[int], *, is_bytes: bool
-) -> dict[str, Any]:
-    """What ``ckpt.boxes`` says of one box."""
-    fields: dict[str, Any] = {"shape": list(meta.shape), "offsets": list(offsets)}
-    if stored != meta.fqn:
-        fields["fqn"] = meta.fqn
+def tensor_fields(meta: TensorMeta) -> dict[str, Any]:
+    """What ``ckpt.boxes`` says of a tensor with each of its boxes, where its name does not tell."""
+    fields: dict[str, Any] = {}
     if meta.path != (meta.fqn,):
         fields["path"] = list(meta.path)
     if meta.section != section_of(meta.path, meta.fqn):
         fields["section"] = meta.section
+    return fields
+
+
+def box_fields(
+    stored: str,
+    meta: TensorMeta,
+    of_tensor: Mapping[str, Any],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    is_bytes: bool,
+) -> dict[str, Any]:
+    """What ``ckpt.boxes`` says of one box; ``of_tensor`` is what ``tensor_fields`` has."""
+    fields: dict[str, Any] = {"shape": list(meta.shape), "offsets": list(offsets)}
+    if stored != meta.fqn:
+        fields["fqn"] = meta.fqn
+    fields |= of_tensor
     if is_bytes:
         fields |= {"dtype": meta.dtype.name, "sizes": list(sizes)}
     return fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -17,7 +17,14 @@ from ckpt_tool.formats._safetensors.header import build_header, has_type
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.joint import Joined, PlacedObject, PlainEntries, RankLayOut
 from ckpt_tool.formats.safetensors.names import SUFFIX, rank_file
-from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE, OBJECTS_FILE, Layout, box_fields, rank_metadata
+from ckpt_tool.formats.safetensors.rank_schema import (
+    LAYOUT_FILE,
+    OBJECTS_FILE,
+    Layout,
+    box_fields,
+    rank_metadata,
+    tensor_fields,
+)
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, MeshInfo, TensorMeta
 from ckpt_tool.manifest.plain import to_plain
 from ckpt_tool.manifest.tables import IntArray, TensorTable
@@ -26,6 +33,8 @@ from ckpt_tool.sizes import counted
 __all__ = ["WRITER", "RankFilesWriter"]
 
 _BYTES = DTYPES["uint8"]
+_Told = tuple[TensorMeta, dict[str, Any]]
+"""A tensor, and what is said of each of its boxes."""
 _SUFFIXES = {"torch_save": ".pt", "pickle": ".pkl"}
 
 
@@ -51,11 +60,11 @@ class RankFilesWriter(PlainEntries):
         offset, length = np.zeros(n, np.int64), np.zeros(n, np.int64)
         segments, entries = [], []
         by_rank = _rows_by_rank(request)
-        record = cache(request.tensors.record)  # most tensors lie on many ranks
+        told = cache(partial(_told, request.tensors))  # most tensors lie on many ranks
         for rank in range(request.world_size):
             path = rank_file(rank)
             rows = by_rank[rank]
-            described, fields = _describe(request, rows, record, adds_empty=rank == 0)
+            described, fields = _describe(request, rows, told, adds_empty=rank == 0)
             metadata = rank_metadata(
                 rank=rank,
                 world_size=request.world_size,
@@ -97,7 +106,7 @@ class RankFilesWriter(PlainEntries):
         """
         order = _stored_order(tensors, boxes)
         request = WriteRequest(tensors, boxes, world_size)
-        described, fields = _describe(request, order, tensors.record, adds_empty=True)
+        described, fields = _describe(request, order, partial(_told, tensors), adds_empty=True)
         metadata = rank_metadata(rank=rank, world_size=world_size, axes=(), mesh_sizes=(), boxes=fields)
         data, header = build_header(described, metadata)
         path = rank_file(rank)
@@ -154,14 +163,19 @@ def _stored_order(tensors: TensorTable, boxes: BoxTable) -> IntArray:
     return order.astype(np.int64)
 
 
+def _told(tensors: TensorTable, row: int) -> _Told:
+    meta = tensors.record(row)
+    return meta, tensor_fields(meta)
+
+
 def _describe(
-    request: WriteRequest, rows: IntArray, record: Callable[[int], TensorMeta], *, adds_empty: bool
+    request: WriteRequest, rows: IntArray, told: Callable[[int], _Told], *, adds_empty: bool
 ) -> tuple[list[tuple[str, DType, tuple[int, ...]]], dict[str, dict[str, Any]]]:
     """``(entries, ckpt.boxes)`` of one rank's file."""
     described: list[tuple[str, DType, tuple[int, ...]]] = []
     fields: dict[str, dict[str, Any]] = {}
     for tensor, offsets, sizes in _boxes(request, rows, adds_empty=adds_empty):
-        meta = record(tensor)
+        meta, of_tensor = told(tensor)
         stored = _free_name(meta.fqn, fields, request)
         numel = prod(sizes)
         if numel * meta.dtype.bits % 8:
@@ -172,7 +186,7 @@ def _describe(
             )
         is_bytes = not has_type(meta.dtype, sizes)
         described.append((stored, _BYTES, (meta.dtype.nbytes(numel),)) if is_bytes else (stored, meta.dtype, sizes))
-        fields[stored] = box_fields(stored, meta, offsets, sizes, is_bytes=is_bytes)
+        fields[stored] = box_fields(stored, meta, of_tensor, offsets, sizes, is_bytes=is_bytes)
     return described, fields
 
 
