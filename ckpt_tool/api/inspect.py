@@ -373,8 +373,8 @@ def save_parquet(found: Inspection, path: str | os.PathLike[str]) -> None:
     if not is_local(path):
         put_side_file(os.fspath(path), to_parquet(found.manifest), mark=mark, what=what)
         return
-    path = local_path(path)
     check_replaceable(path, mark, what)
+    path = local_path(path)
     try:
         Path(path).write_bytes(to_parquet(found.manifest))
     except OSError as error:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
-from ckpt_tool.sizes import counted, shell_word
-from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.side_file import HEAD_BYTES, put_side_file, refuse_other
+from ckpt_tool.sizes import shell_word
+from ckpt_tool.storage.side_file import HEAD_BYTES, put_side_file, read_side_file, refuse_other
 from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = [
     "SUFFIX",
+    "check_manifest",
     "check_replaceable",
     "is_manifest_file",
     "manifest_beside",
@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 30
+_WHAT = "list of digests"
 
 
 def manifest_beside(url: str | os.PathLike[str]) -> str:
@@ -41,7 +42,7 @@ def write_manifest(table: DigestTable, url: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    write_text(table.to_text(), os.fspath(url), schema=SCHEMA, what="list of digests")
+    write_text(table.to_text(), os.fspath(url), schema=SCHEMA, what=_WHAT)
 
 
 def write_text(text: str, url: str, *, schema: str, what: str) -> None:
@@ -51,7 +52,7 @@ def write_text(text: str, url: str, *, schema: str, what: str) -> None:
         StorageError: it cannot be written.
         UsageError: a file of that name is here, and it is no such document.
     """
-    mark = f'"{schema.rpartition("/")[0]}/'.encode()
+    mark = _mark_of(schema)
     if not is_local(url):
         put_side_file(url, text.encode(), mark=mark, what=what)
         return
@@ -65,18 +66,28 @@ def write_text(text: str, url: str, *, schema: str, what: str) -> None:
         raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
 
 
-def check_replaceable(path: str | os.PathLike[str], mark: bytes, what: str) -> None:
+def check_manifest(url: str | os.PathLike[str]) -> None:
+    """Nothing, where a list of digests can be written; before the work that it takes to make one.
+
+    Raises:
+        UsageError: another file is there.
+    """
+    check_replaceable(url, _mark_of(SCHEMA), _WHAT)
+
+
+def _mark_of(schema: str) -> bytes:
+    """What a document of a schema has near its beginning, whatever the version."""
+    return f'"{schema.rpartition("/")[0]}/'.encode()
+
+
+def check_replaceable(url: str | os.PathLike[str], mark: bytes, what: str) -> None:
     """Nothing, where no file is there, or one of the kind that is to be written.
 
     Raises:
         UsageError: it is another one, such as a checkpoint that was named by mistake.
     """
-    try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:  # writing tells what is wrong
-        return
-    refuse_other(head, mark, os.fspath(path), what)
+    text = os.fspath(url)
+    refuse_other(read_side_file(text, HEAD_BYTES) or b"", mark, text, what)
 
 
 def read_manifest(url: str | os.PathLike[str]) -> DigestTable:
@@ -88,35 +99,18 @@ def read_manifest(url: str | os.PathLike[str]) -> DigestTable:
         IntegrityError: it was changed after it was written.
     """
     where = os.fspath(url)
-    try:
-        store, listing = open_store(url)
-    except NotFound as error:
-        hint = f'write it with "ckpt verify SRC --write-manifest {shell_word(where)}"'
-        raise NotFound("no such file", where=where, hint=hint) from error
-    try:
-        name = listing.entry
-        if name is None:
+    data = read_side_file(where, _MAX_BYTES + 1)
+    if data is None:
+        if is_local(where) and os.path.isdir(local_path(where)):
             raise FormatError("expected a manifest of digests, which is a file, got a folder", where=where)
-        nbytes = listing.sizes[name]
-        if nbytes > _MAX_BYTES:
-            raise FormatError(f"expected a manifest of digests, got a file of {counted(nbytes, 'byte')}", where=where)
-        return parse_table(store.read(name, 0, nbytes), where=where)
-    finally:
-        store.close()
+        hint = f'write it with "ckpt verify SRC --write-manifest {shell_word(where)}"'
+        raise NotFound("no such file", where=where, hint=hint)
+    if len(data) > _MAX_BYTES:
+        raise FormatError(f"expected a manifest of digests, got a file of more than {_MAX_BYTES:,} bytes", where=where)
+    return parse_table(data, where=where)
 
 
 def is_manifest_file(url: str | os.PathLike[str]) -> bool:
-    """Whether a JSON file is there that says at its beginning that it is a manifest of digests.
-
-    Raises:
-        NotFound: nothing is there.
-    """
-    if not os.fspath(url).endswith(".json"):
-        return False
-    store, listing = open_store(url)
-    try:
-        name = listing.entry
-        head = b"" if name is None else store.read(name, 0, min(listing.sizes[name], HEAD_BYTES))
-    finally:
-        store.close()
-    return SCHEMA.rpartition("/")[0].encode() in head
+    """Whether a JSON file is there that says at its beginning that it is a manifest of digests."""
+    text = os.fspath(url)
+    return text.endswith(".json") and _mark_of(SCHEMA) in (read_side_file(text, HEAD_BYTES) or b"")

@@ -131,6 +131,10 @@ def verify(
         pairs=bool(strip_prefix or require_all), salvages=bool(salvage), overwrite=overwrite, plan_fetch=plan_fetch,
         has_like=like is not None,
     )  # fmt: skip
+    if write_manifest:
+        from ckpt_tool.api.manifest_file import check_manifest
+
+        check_manifest(write_manifest)
     if salvage:
         _salvage(sink, source, salvage, like=like, overwrite=overwrite, memory=memory, workers=workers)
         return

@@ -1,18 +1,14 @@
 """A side file is a small one beside or apart from a checkpoint, written whole in one step and replaced at will.
 
-What is replaced must be of its own kind: a checkpoint that was named by mistake stays. Files far away only.
+What is replaced must be of its own kind: a checkpoint that was named by mistake stays. Nothing is listed.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from ckpt_tool.errors import NotFound, StorageError, UsageError
+from ckpt_tool.storage.urls import is_local, local_path
 
-from ckpt_tool.errors import NotFound, UsageError
-from ckpt_tool.storage.part_places import part_place
-from ckpt_tool.storage.retry import retried, shown
-from ckpt_tool.storage.traffic import current_traffic
-
-__all__ = ["HEAD_BYTES", "put_side_file", "refuse_other"]
+__all__ = ["HEAD_BYTES", "put_side_file", "read_side_file", "refuse_other"]
 
 HEAD_BYTES = 4096
 """Of a file that is there, its mark lies within these."""
@@ -29,6 +25,47 @@ def refuse_other(head: bytes, mark: bytes, where: str, what: str) -> None:
         raise UsageError(said, hint="name another file, or remove it")
 
 
+def read_side_file(url: str, length: int) -> bytes | None:
+    """The first bytes of a file at a path or URL, all of a shorter one; None where no file is. One request.
+
+    Raises:
+        UsageError: a scheme that nobody knows; on HDFS, a folder.
+        StorageError: it cannot be read.
+    """
+    if not is_local(url):
+        return _remote_head(url, length)
+    try:
+        with open(local_path(url), "rb") as file:
+            return file.read(length)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot be read: {error.strerror}", where=url) from error
+
+
+def _remote_head(url: str, length: int) -> bytes | None:
+    from ckpt_tool.storage.part_places import part_place  # local commands do without all of these
+
+    place = part_place(url, single_file=True)
+    if place is not None:
+        try:
+            return place.old_head(length)
+        finally:
+            place.close()
+    from ckpt_tool.storage.remote import open_remote
+    from ckpt_tool.storage.retry import retried, shown
+    from ckpt_tool.storage.traffic import current_traffic
+
+    (fs, key), traffic = open_remote(url), current_traffic()
+    traffic.note()
+    try:
+        data = bytes(retried(lambda: fs.cat_file(key, 0, length), where=shown(url)))
+    except NotFound:
+        return None
+    traffic.note(requests=0, received=len(data))
+    return data
+
+
 def put_side_file(url: str, data: bytes, *, mark: bytes | None, what: str) -> None:
     """Write a file at a URL: one request, and one to look at what is there.
 
@@ -42,23 +79,22 @@ def put_side_file(url: str, data: bytes, *, mark: bytes | None, what: str) -> No
         UsageError: a file is there that has no such mark, or no file can be there.
         StorageError: the storage refused.
     """
+    from ckpt_tool.storage.part_places import part_place
+
+    if mark is not None:
+        refuse_other(_remote_head(url, HEAD_BYTES) or b"", mark, url, what)
     place = part_place(url, single_file=True)
     if place is not None:
         try:
-            if mark is not None:
-                refuse_other(place.old_head(HEAD_BYTES) or b"", mark, url, what)
             place.put("", data)
             place.finish(replace=True)
         finally:
             place.close()
         return
-    from ckpt_tool.storage.remote import open_remote  # fsspec costs 80 ms of start-up
+    from ckpt_tool.storage.remote import open_remote
+    from ckpt_tool.storage.retry import retried, shown
+    from ckpt_tool.storage.traffic import current_traffic
 
     fs, key = open_remote(url)
-    traffic = current_traffic()
-    if mark is not None:
-        with suppress(NotFound):
-            traffic.note()
-            refuse_other(retried(lambda: fs.cat_file(key, 0, HEAD_BYTES), where=shown(url)), mark, shown(url), what)
-    traffic.note(sent=len(data))
+    current_traffic().note(sent=len(data))
     retried(lambda: fs.pipe_file(key, data), where=shown(url))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
-from ckpt_tool.api.manifest_file import check_replaceable, manifest_beside, write_manifest
+from ckpt_tool.api.manifest_file import check_manifest, check_replaceable, manifest_beside, write_manifest
 from ckpt_tool.engine.around import owners_of
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport, TakenDigests
 from ckpt_tool.engine.run import run_plan
@@ -162,7 +162,7 @@ class Conversion:
         if not is_local(url):
             put_side_file(url, "".join(self.plan_json()).encode(), mark=mark, what=what)
             return
-        check_replaceable(local_path(url), mark, what)
+        check_replaceable(url, mark, what)
         try:
             with open(local_path(url), "w", encoding="utf-8") as file:
                 file.writelines(self.plan_json())
@@ -177,7 +177,9 @@ class Conversion:
             StorageError: no space, or the storage failed; the unfinished target can be resumed.
         """
         execution = self.execution
-        share = execution.share
+        share, manifest_url = execution.share, execution.manifest_url
+        if manifest_url not in {None, manifest_beside(self.target_url)}:
+            check_manifest(manifest_url)
         target = open_target(
             self.target_url,
             overwrite=execution.overwrite,
@@ -187,7 +189,6 @@ class Conversion:
             memory_bytes=execution.memory_budget_bytes // 2,
             joins=share is not None and share.index > 0,
         )
-        manifest_url = execution.manifest_url
         options = EngineOptions(
             execution.memory_budget_bytes, execution.n_workers, execution.durable, digests=manifest_url is not None
         )
