@@ -32,6 +32,29 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     assert run.stdout.rpartition("\n")[2] == "loaded: "
 
 
+@pytest.mark.parametrize(
+    ("words", "unneeded"),
+    [
+        ("inspect SRC", ["plan.build", "storage.tar", "formats._content", "formats.joint"]),
+        ("verify SRC", ["checks.content", "checks.vocabulary", "api.manifest_file", "formats._content"]),
+        ("reshard SRC DST --tp 2 --default shard0 --to rank-files", ["formats.undetected", "engine.digest_pass"]),
+    ],
+)
+def test_what_few_calls_need_is_not_loaded(words: str, unneeded: list[str], tmp_path: Path) -> None:
+    """A checkpoint that is known and sound is opened, checked and converted without what says otherwise."""
+    source = REPOSITORY / "fixtures/torch/dcp_fsdp2_tp_2x2/ckpt"
+    argv = words.replace("SRC", str(source)).replace("DST", str(tmp_path / "out")).split()
+    names = [*(f"ckpt_tool.{name}" for name in unneeded), "pickletools", "tempfile", "_hashlib"]
+    script = (
+        "import sys; from ckpt_tool.cli.app import main; status = main(sys.argv[1:]); "
+        f"print('loaded:', *(name for name in {names!r} if name in sys.modules)); sys.exit(status)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, *argv], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "loaded:"
+
+
 def test_commands() -> None:
     """The commands are these."""
     assert list(command_helps(app)) == list(COMMANDS)
