@@ -29,6 +29,7 @@ from ckpt_tool.layout.resolve import Default, Notes, Resolved, is_for_everyone, 
 from ckpt_tool.layout.rules import RuleSet
 from ckpt_tool.layout.stages import LayerStages, StageOptions, layer_stages
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["AXES", "DataParallelMode", "Placed", "place"]
 
@@ -120,7 +121,7 @@ def place(
     for fqn, shape, layout, piece in zip(fqns, exact, resolved.layouts, pieces, strict=True):
         _note_uneven(fqn, shape, layout, mesh, notes)
         if piece.n_idle and prod(shape):
-            notes.add(f"too small for all its ranks, {piece.n_idle:,} of them hold nothing of it", fqn)
+            notes.add(f"too small for all its ranks, {counted(piece.n_idle, 'rank', 'have')} nothing of it", fqn)
     if resolved.n_experts % mesh.size("ep"):
         notes.add(f"experts do not divide by ep={mesh.size('ep')}, the last ranks hold fewer", f"{resolved.n_experts}")
     n_boxes = np.array([len(piece.rank) for piece in pieces], dtype=np.int64)

@@ -136,7 +136,7 @@ def test_data_parallelism_alone_needs_no_rules() -> None:
     shapes: Shapes = {"w": (6,)}
     placed = place_all(shapes, Mesh(("dp",), (4,)), None)
     assert rows_held(placed, shapes, "w") == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
-    assert placed.notes == ("too small for all its ranks, 1 of them hold nothing of it: w",)
+    assert placed.notes == ("too small for all its ranks, 1 rank has nothing of it: w",)
     wide = place_all(shapes, Mesh(("dp",), (5,)), None)
     assert rows_held(wide, shapes, "w") == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
     with pytest.raises(LayoutError, match="needs rules"):

@@ -59,7 +59,7 @@ def test_r2_dimension_smaller_than_the_mesh(ckpt: Ckpt, tmp_path: Path) -> None:
     assert [row["rank"] for row in ranks if not row["payload_nbytes"]] == [4, 5, 6, 7]
     assert ckpt("verify", source, "--full").status == 0
     done = ckpt("reshard", source, tmp_path / "out", "--dp", "4", "--to", "rank-files")
-    assert "too small for all its ranks, 3 of them hold nothing of it: w" in done.text
+    assert "too small for all its ranks, 3 ranks have nothing of it: w" in done.text
     assert boxes(tmp_path / "out", "w") == [(0, [0, 0], [1, 17])]
     assert values(tmp_path / "out", "w") == row.tolist()
 

@@ -46,7 +46,7 @@ def shard(number: int) -> str:
         (POINTER, "a git-LFS pointer", 'of a file of 12,345 bytes: run "git lfs pull"'),
         (b"<!DOCTYPE html><html></html>", "an HTML page", "the download failed"),
         (gzip.compress(b"tensors" * 100), "a gzip file", "gunzip"),
-        (pickle.dumps({"a": 1}), "a pickle", "name it .pt"),
+        (pickle.dumps({"a": 1}), "a pickle", "torch.save did not write it"),
         (b"", "an empty file", "fetch or save it again"),
     ],
 )
