@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.checksum import crc32
 from ckpt_tool.engine.tile_reader import TileReader
-from ckpt_tool.engine.windows import open_windows
 from ckpt_tool.errors import CkptError, CoverageError, Unsupported
 from ckpt_tool.geometry.columns import Int64Array, distinct
 from ckpt_tool.geometry.join import Boxes
@@ -25,6 +25,7 @@ from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Pieces, Tiles
 from ckpt_tool.plan.tiles import cut_tiles
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.storage.mapped import mapped
 from ckpt_tool.storage.shares import can_share, share_out
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.summing import SummingStore
@@ -33,6 +34,9 @@ __all__ = ["DigestPass", "digest_tensors"]
 
 _AHEAD_BYTES = 64 << 20
 """Fetched before it is needed, by all workers together, where storage is slow to answer."""
+
+_LEAST_MAPPED_BYTES = 256 << 10
+"""Less is read: a mapping costs as much as copying so many bytes. Gaps up to here are mapped over."""
 
 
 @dataclass(frozen=True)
@@ -223,14 +227,26 @@ class _Summer:
         What lies between neighbours is summed for the file, since it is there.
         """
         reads, summing = self._work.reads, self._work.summing
-        found: dict[int, npt.NDArray[np.uint8]] = {}
         rows = np.arange(reads.starts[first], reads.starts[last])
-        for window in open_windows(self._work.store, self._work.manifest.files.paths, reads, rows):
-            reach = window.begin
-            for row, at, past in window.pieces:
-                found[row] = window.piece(at, past)
+        if not len(rows):
+            return {}
+        rows = rows[np.lexsort((reads.file_offset[rows], reads.file[rows]))]
+        file, start = reads.file[rows], reads.file_offset[rows]
+        stop = start + reads.length[rows]
+        is_next = (file[1:] == file[:-1]) & (start[1:] <= stop[:-1] + _LEAST_MAPPED_BYTES)
+        bounds = np.concatenate([[0], np.flatnonzero(~is_next) + 1, [len(rows)]])
+        found: dict[int, npt.NDArray[np.uint8]] = {}
+        for low, high in pairwise(bounds.tolist()):
+            begin, end = int(start[low]), int(stop[low:high].max(initial=0))
+            path = self._work.manifest.files.paths[file[low]]
+            window = mapped(self._work.store, path, begin, end) if end - begin >= _LEAST_MAPPED_BYTES else None
+            if window is None:
+                continue
+            reach = begin
+            for row, at, past in zip(*(column[low:high].tolist() for column in (rows, start, stop)), strict=True):
+                found[row] = window[at - begin : past - begin]
                 if at > reach and summing is not None:
-                    summing.note(window.path, reach, at - reach, crc32(window.piece(reach, at).data))
+                    summing.note(path, reach, at - reach, crc32(window[reach - begin : at - begin].data))
                 reach = max(reach, past)
         return found
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.engine.worker import Worker
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest
@@ -55,8 +54,7 @@ def read_boxes(
     target = Manifest("memory", "memory", tensors, ChunkTable.from_records(chunks, tensors, files), files)
     sink = _ArraySink(files)
     plan = make_plan(manifest, target, limits=limits)
-    reader = TileReader(plan.source, plan.tiles, plan.reads, store, ahead_bytes=_AHEAD_BYTES, n_workers=1)
-    worker = Worker(plan, reader, sink, with_crc32=False)
+    worker = Worker(plan, store, sink, with_crc32=False, ahead_bytes=_AHEAD_BYTES)
     units = range(plan.tiles.n_units)
     with worker.ahead(units):
         for unit in units:

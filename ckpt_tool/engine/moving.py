@@ -13,7 +13,6 @@ from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.pool import run_units
 from ckpt_tool.engine.sinks import Sink
 from ckpt_tool.engine.tile_digests import TileDigests
-from ckpt_tool.engine.tile_reader import TileReader
 from ckpt_tool.engine.worker import Worker
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.plan.model import Plan
@@ -28,9 +27,6 @@ __all__ = ["Job", "move_units", "unit_nbytes"]
 
 _JOURNAL_BYTES = 1 << 30
 """Payload between two flushes to storage: at most this much is moved again after a crash."""
-
-_MAPPED_BYTES = 32 << 20
-"""Of the source, by each copy of the process at a time: more saves nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,15 +52,11 @@ def move_units(
     plan, target, options = job.plan, job.target, job.options
     n_workers = 1 if target.is_sequential else options.n_workers
     ahead_bytes = options.memory_budget_bytes // 4 // n_workers
-    mapped_bytes = min(ahead_bytes, _MAPPED_BYTES) if _are_spread(plan, units, n_workers) else 0
 
-    def make_worker(is_copy: bool) -> Worker:  # noqa: FBT001 - as `run_units` asks for it
-        reader = TileReader(
-            plan.source, plan.tiles, plan.reads, job.store,
-            ahead_bytes=ahead_bytes, n_workers=n_workers, mapped_bytes=mapped_bytes if is_copy else 0,
-        )  # fmt: skip
+    def make_worker() -> Worker:
         return Worker(
-            plan, reader, sink, with_crc32=job.layout.needs_crc32, digests=job.digests, clones=job.clones
+            plan, job.store, sink, with_crc32=job.layout.needs_crc32, digests=job.digests, ahead_bytes=ahead_bytes,
+            n_workers=n_workers, clones=job.clones,
         )  # fmt: skip
 
     unflushed: list[UnitRecord] = []
@@ -85,16 +77,6 @@ def move_units(
     if journals_all and journal is not None:
         target.flush()
         journal.append(unflushed)
-
-
-def _are_spread(plan: Plan, units: Sequence[int], n_workers: int) -> bool:
-    """Whether units, as some of them tell, write to more files than there are workers.
-
-    A file takes one write at a time, and the shorter one is that from a buffer, which is in the cache. To one file two
-    workers were 5 % slower with mapped files, to two files as fast, to four 10 % faster.
-    """
-    some = units[:: max(len(units) // 8, 1)]
-    return sum(len(_paths(plan, unit)) for unit in some) > n_workers * len(some)
 
 
 def _paths(plan: Plan, unit: int) -> set[str]:

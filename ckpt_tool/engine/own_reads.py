@@ -85,9 +85,7 @@ def run_own_reads(reads: OwnReads, store: Store, landings: Mapping[int, Landing]
     """Fill the landings; yields the bytes read by each finished unit."""
     memory = {number: landings[number].memory.array for number in set(reads.direct.landing)}
     flat = {number: array.reshape(-1).view(np.uint8) for number, array in memory.items() if array is not None}
-    for event in run_units(
-        range(len(reads.units)), lambda _: _Worker(reads, store, landings, flat), n_workers=n_workers
-    ):
+    for event in run_units(range(len(reads.units)), lambda: _Worker(reads, store, landings, flat), n_workers=n_workers):
         if isinstance(event, int):
             yield event
 

@@ -7,14 +7,13 @@ this one can go on and its work is seen by others, which is a sixth faster: see 
 from __future__ import annotations
 
 import queue
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ckpt_tool.engine.journal import UnitRecord
-from ckpt_tool.storage.forks import CopyKilled, forked
+from ckpt_tool.storage.forks import forked
 
 __all__ = ["UnitWorker", "run_units"]
 
@@ -32,43 +31,25 @@ class UnitWorker(Protocol):
 
 
 def run_units(
-    units: Sequence[int], make_worker: Callable[[bool], UnitWorker], *, n_workers: int, in_processes: bool = False
+    units: Sequence[int], make_worker: Callable[[], UnitWorker], *, n_workers: int, in_processes: bool = False
 ) -> Iterator[int | UnitRecord]:
     """Bytes written, as they are, and the record of each finished unit.
 
     With one worker the units run in order, in the caller's thread. With more, the first error stops all of them and is
     raised here; threads end their unit before. ``in_processes``: workers are copies of this process (`can_fork`), and
-    what they change in memory is lost. A worker is made from whether it is in a copy, where it may map files.
+    what they change in memory is lost.
     """
     n_workers = min(n_workers, len(units))
     if n_workers <= 1:
-        yield from _run_in_order(units, make_worker(False))  # noqa: FBT003 - a callable has no keywords
+        yield from _run_in_order(units, make_worker())
     elif in_processes:
-        yield from _run_in_copies(units, make_worker, n_workers)
+        yield from forked(units, lambda: make_worker().run_unit, n_processes=n_workers)
     else:
         yield from _run_in_threads(units, make_worker, n_workers)
 
 
-def _run_in_copies(
-    units: Sequence[int], make_worker: Callable[[bool], UnitWorker], n_workers: int
-) -> Iterator[int | UnitRecord]:
-    left = dict.fromkeys(units)
-    try:
-        for event in forked(units, lambda: make_worker(True).run_unit, n_processes=n_workers):  # noqa: FBT003
-            if isinstance(event, UnitRecord):
-                del left[event.unit]
-            yield event
-    except CopyKilled as error:
-        if error.number != signal.SIGBUS:
-            raise
-    else:
-        return
-    # A file has shrunk, or failed, under the eyes of a copy that had mapped it: who reads it says what is wrong.
-    yield from _run_in_threads(list(left), make_worker, n_workers)
-
-
 def _run_in_threads(
-    units: Sequence[int], make_worker: Callable[[bool], UnitWorker], n_workers: int
+    units: Sequence[int], make_worker: Callable[[], UnitWorker], n_workers: int
 ) -> Iterator[int | UnitRecord]:
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for unit in units:
@@ -78,7 +59,7 @@ def _run_in_threads(
 
     def work() -> None:
         try:
-            worker = make_worker(False)  # noqa: FBT003 - a callable has no keywords
+            worker = make_worker()
             while not stop.is_set():
                 events.put(worker.run_unit(todo.get_nowait(), events.put))
         except queue.Empty:

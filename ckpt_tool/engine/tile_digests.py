@@ -15,7 +15,6 @@ import numpy.typing as npt
 from ckpt_tool.checksum import crc32
 from ckpt_tool.dtypes import DType
 from ckpt_tool.engine.base import TakenDigests
-from ckpt_tool.engine.slabs import TileBytes
 from ckpt_tool.geometry.join import Boxes, Pairs, is_packed_in, join_boxes
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.geometry.runs import contiguous_strides_columns
@@ -163,7 +162,7 @@ class UnitDigests:
         self._tiles = tiles
         self._rows: list[tuple[int, int, int, int]] = []  # number, first byte in the tensor, bytes, CRC-32
 
-    def add_tile(self, tile: int, data: TileBytes) -> None:
+    def add_tile(self, tile: int, data: npt.NDArray[np.uint8]) -> None:
         """Take in the bytes of a tile, before they are cast."""
         row = self._tiles.row_of(tile)
         runs = self._tiles.origin_runs(tile)
@@ -174,7 +173,7 @@ class UnitDigests:
             for begin, start in zip(at.tolist(), there.tolist(), strict=True):
                 crc = known.get((begin, length))
                 if crc is None:
-                    crc = known[begin, length] = data.crc32(begin, length)
+                    crc = known[begin, length] = crc32(data[begin : begin + length].data)
                 self._rows.append((number, start, length, crc))
 
     def add_piece(self, piece: int, tile: int, nbytes: int, crc: int) -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ckpt_tool.engine.elements import apply_flags, bit_dtype
 from ckpt_tool.engine.piece_rows import PieceRows
-from ckpt_tool.engine.slabs import Slab, TileBytes
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -21,13 +20,10 @@ from ckpt_tool.storage.store import Store
 if TYPE_CHECKING:
     from ckpt_tool.storage.read_ahead import ReadAhead
 
-__all__ = ["Buffer", "TileReader"]
+__all__ = ["Buffer", "TileReader", "piece_slices"]
 
 _SPAN_BYTES_ALWAYS_READ = 1 << 16
 """A strided piece within this many bytes is read as one span: the gaps cost less than further requests."""
-
-_LEAST_SLAB_BYTES = 64 << 10
-"""Shorter pieces, on the average, are put together in a buffer: what is done with each costs more than a copy."""
 
 
 class Buffer:
@@ -43,7 +39,7 @@ class Buffer:
         return self._bytes[:nbytes]
 
 
-def _piece_slices(tiles: Tiles, pieces: Pieces, row: int) -> tuple[slice, ...]:
+def piece_slices(tiles: Tiles, pieces: Pieces, row: int) -> tuple[slice, ...]:
     """Index of a piece in its tile's elements."""
     start = pieces.offsets[row] - tiles.offsets[pieces.tile[row]]
     return tuple(slice(o, o + s) for o, s in zip(start.tolist(), pieces.sizes[row].tolist(), strict=True))
@@ -59,19 +55,10 @@ class TileReader:
         store: where those are.
         ahead_bytes: what ``ahead`` may fetch before it is needed.
         n_workers: readers that share the requests which the storage likes to have at once.
-        mapped_bytes: what may be mapped at a time, in a copy of the process, of files that are in memory.
     """
 
     def __init__(
-        self,
-        source: Manifest,
-        tiles: Tiles,
-        reads: Pieces,
-        store: Store,
-        *,
-        ahead_bytes: int,
-        n_workers: int,
-        mapped_bytes: int = 0,
+        self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store, *, ahead_bytes: int, n_workers: int
     ) -> None:
         self._source = source
         self._tiles = tiles
@@ -85,9 +72,6 @@ class TileReader:
         """Holds one piece while a tile is read, and nothing between two calls."""
         self._span = Buffer()
         self._rows = PieceRows(reads, self._are_plain)
-        self.mapped_bytes = mapped_bytes
-        self._windows: dict[int, npt.NDArray[np.uint8]] = {}
-        self._windowed = range(0)
         self.read_nbytes = 0
         """Bytes read so far, gaps between strided pieces included."""
 
@@ -102,7 +86,6 @@ class TileReader:
     def read_bytes(self, tile: int, into: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """The same as uint8[nbytes of the tile]."""
         buffer = self._tile.take(int(self._tiles.nbytes[tile])) if into is None else into
-        self._open_windows(tile)
         view, paths = buffer.data, self._source.files.paths
         for row, is_plain, file, file_offset, start, length in self._rows.of(tile):
             if is_plain:
@@ -110,25 +93,6 @@ class TileReader:
             elif length:
                 self._read_piece(row, self.elements(tile, buffer))
         return buffer
-
-    def slabs(self, tile: int) -> TileBytes:
-        """The same where the system keeps it, as far as it does and as the pieces are long enough; else in a buffer."""
-        self._open_windows(tile)
-        if self._windows:
-            rows, windows = self._rows.of(tile), self._windows
-            if all(is_plain and row in windows for row, is_plain, *_ in rows) and (
-                len(rows) == 1 or self._tiles.nbytes[tile] >= _LEAST_SLAB_BYTES * len(rows)
-            ):
-                found = [Slab(start, windows[row], row) for row, _, _, _, start, _ in rows]
-                self.read_nbytes += int(self._tiles.nbytes[tile])
-                return TileBytes(sorted(found, key=lambda slab: slab.start))
-        return TileBytes([Slab(0, self.read_bytes(tile), -1)])
-
-    def box(self, tile: int, slab: Slab) -> tuple[list[int], list[int]]:
-        """Offsets, in global coordinates, and sizes of a slab of a tile."""
-        if slab.row < 0:
-            return self._tiles.offsets[tile].tolist(), self._tiles.sizes[tile].tolist()
-        return self._reads.offsets[slab.row].tolist(), self._reads.sizes[slab.row].tolist()
 
     def elements(self, tile: int, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """A view of a tile's bytes as `read` gives them."""
@@ -142,24 +106,6 @@ class TileReader:
         flags = self._source.chunks.flags[reads.chunk[rows]]
         are_plain: npt.NDArray[np.bool_] = reads.is_contiguous[rows] & reads.is_packed_in_tile[rows] & (flags == 0)
         return are_plain & (reads.length[rows] > 0)
-
-    def _open_windows(self, tile: int) -> None:
-        """Have this tile's pieces mapped, with those of the next tiles of its unit, as far as it can be done."""
-        if self.mapped_bytes and tile in self._windowed:
-            return
-        self._windows = {}  # closes those that nobody looks at
-        if not self.mapped_bytes:
-            return
-        from ckpt_tool.engine.windows import open_windows  # for copies of the process alone
-
-        bounds, nbytes = self._tiles.unit_bounds, self._tiles.nbytes
-        last = int(bounds[np.searchsorted(bounds, tile, side="right")])
-        n_tiles = np.searchsorted(np.cumsum(nbytes[tile:last]), self.mapped_bytes, side="right")
-        self._windowed = range(tile, tile + max(int(n_tiles), 1))
-        reads = self._reads
-        rows = np.arange(reads.starts[tile], reads.starts[self._windowed.stop])
-        for window in open_windows(self._store, self._source.files.paths, reads, rows[reads.is_contiguous[rows]]):
-            self._windows.update((row, window.piece(at, past)) for row, at, past in window.pieces)
 
     @contextmanager
     def ahead(self, tiles: Iterable[int]) -> Iterator[None]:
@@ -195,10 +141,7 @@ class TileReader:
         path = self._source.files.paths[reads.file[row]]
         length = int(reads.length[row])
         packed: npt.NDArray[Any]
-        if not flags and row in self._windows:
-            packed = self._windows[row].view(elements.dtype)
-            self.read_nbytes += length
-        elif reads.is_contiguous[row]:
+        if reads.is_contiguous[row]:
             piece = self.scratch.take(length)
             self._fetch(path, int(reads.file_offset[row]), piece.data)
             packed = piece.view(elements.dtype)
@@ -207,7 +150,7 @@ class TileReader:
         if flags:
             packed = np.ascontiguousarray(packed).reshape(-1)
             apply_flags(packed, self._source.tensors.dtypes[int(self._tiles.tensor[reads.tile[row]])], flags)
-        elements[_piece_slices(self._tiles, reads, row)] = packed.reshape(reads.sizes[row])
+        elements[piece_slices(self._tiles, reads, row)] = packed.reshape(reads.sizes[row])
 
     def _fetch(self, path: str, offset: int, buffer: memoryview) -> None:
         (self._ahead or self._store).read_into(path, offset, buffer)

@@ -7,7 +7,6 @@ results. They can stand in for threads only where no other thread runs: a copy i
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import pickle
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.storage.kernel import die_with_parent
 
-__all__ = ["CopyKilled", "can_fork", "forked"]
+__all__ = ["can_fork", "forked"]
 
 Work = Callable[[int, Callable[[Any], None]], Any]
 """Does the job of a number; may send other results before the one that it returns."""
@@ -35,15 +34,6 @@ _SECONDS_TO_LEAVE = 0.01
 """How long a thread that has been joined may still take to leave: ``join`` returns before the system has seen it go."""
 _JOB = struct.Struct("<q")
 _HEAD = struct.Struct("<?Q")  # whether an error follows; bytes of the pickled result
-
-
-class CopyKilled(StorageError):
-    """The system has ended a copy; ``number`` is the signal's."""
-
-    def __init__(self, number: int) -> None:
-        hint = "was it short of memory? --workers 1 takes one process only"
-        super().__init__(f"a process that moved bytes was killed by {signal.Signals(number).name}", hint=hint)
-        self.number = number
 
 
 class _InACopy(Exception):
@@ -73,8 +63,7 @@ def forked(jobs: Sequence[int], make_work: Callable[[], Work], *, n_processes: i
     The first error ends all processes and is raised here; so does whoever stops to iterate.
 
     Raises:
-        CopyKilled: a process was killed.
-        StorageError: it ended without a word.
+        StorageError: a process was killed.
     """
     parent = os.getpid()
     todo = _opened_list(jobs)
@@ -134,9 +123,9 @@ def _results(children: dict[int, int]) -> Iterator[Any]:
             _, status = os.waitpid(children.pop(reading), 0)
             if status:
                 code = os.waitstatus_to_exitcode(status)
-                if code < 0:
-                    raise CopyKilled(-code)
-                raise StorageError(f"a process that moved bytes ended with status {code}")
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                hint = "was it short of memory? --workers 1 takes one process only"
+                raise StorageError(f"a process that moved bytes was {how}", hint=hint)
 
 
 def _read(fd: int, nbytes: int) -> bytes:
@@ -162,7 +151,6 @@ def _work(todo: int, writing: int, make_work: Callable[[], Work], parent: int) -
 
         try:
             gc.freeze()  # looking through what the parent made would copy all of it
-            faulthandler.disable()  # a file that shrinks while it is mapped is no fault of the program
             work = make_work()
             while job := os.read(todo, _JOB.size):
                 send(work(_JOB.unpack(job)[0], send))

@@ -24,9 +24,6 @@ __all__ = ["are_local", "mapped"]
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14, which fails where looking at the bytes would end the process."""
 
-_LOOK_BYTES = 1 << 20
-"""Between two bytes that stand for their neighbours when it is asked what is in memory: a microsecond each."""
-
 
 def _holder(store: Store, path: str) -> Store:
     while isinstance(store, Beside | SummingStore):
@@ -43,7 +40,7 @@ def mapped(store: Store, path: str, start: int, stop: int) -> npt.NDArray[np.uin
     """The bytes ``[start, stop)`` of a local file, mapped for as long as a view of them is in use.
 
     None where they cannot be mapped, for whatever reason: reading them says which. None also for what is not in memory
-    yet, as far as a byte of each MiB tells: reading fetches it in larger parts, which the system keeps as such.
+    yet, as far as its first byte tells: reading fetches it in larger parts, which the system keeps as such.
     """
     holder = _holder(store, path)
     if not isinstance(holder, LocalStore) or stop <= start:
@@ -52,7 +49,7 @@ def mapped(store: Store, path: str, start: int, stop: int) -> npt.NDArray[np.uin
     try:
         with holder.borrow(path) as handle:
             fd = handle.file.fileno()
-            if not all(_is_in_memory(fd, at) for at in range(start, stop, _LOOK_BYTES)):
+            if not _is_in_memory(fd, start):
                 return None
             window = mmap.mmap(fd, stop - page, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=page)
         window.madvise(_POPULATE_READ)

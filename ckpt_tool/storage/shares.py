@@ -6,6 +6,7 @@ looks at it (SIGBUS). What a copy did not bring home is done again here, by thre
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -62,6 +63,7 @@ def share_out(
 
 
 def _in_a_copy(make_work: Callable[[bool], Callable[[int], Result]]) -> Callable[[int, object], tuple[int, Result]]:
+    faulthandler.disable()  # a file that shrinks is no fault of the program
     work = make_work(True)  # noqa: FBT003 - a callable has no keywords
     return lambda job, _: (job, work(job))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.engine import digest_pass, windows
+from ckpt_tool.engine import digest_pass
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
 from ckpt_tool.errors import CoverageError, StorageError
 from ckpt_tool.geometry.box import Box
@@ -48,7 +48,7 @@ def test_any_cut(data: st.DataObject, shape: tuple[int, ...], tile: int, n_worke
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_copies_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: bool) -> None:
     """Copies that map the files find what threads find that read them, tensors and files, and what cannot be read."""
-    monkeypatch.setattr(windows, "_LEAST_MAPPED_BYTES", 300)
+    monkeypatch.setattr(digest_pass, "_LEAST_MAPPED_BYTES", 300)
     arrays = {name: np.random.default_rng(2).integers(0, 1 << 16, (40, 30)).astype("<u2") for name in "abc"}
     rows = [Box((0, 0), (25, 30)), Box((25, 0), (15, 30))]
     columns = [Box((0, 0), (40, 7)), Box((0, 7), (40, 23))]
