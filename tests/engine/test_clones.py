@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.edit import edit
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
@@ -116,9 +117,11 @@ def test_casts_and_strides_are_written(tmp_path: Path, monkeypatch: pytest.Monke
     export(
         tmp_path / "model.safetensors", tmp_path / "cast.safetensors", dtype="bf16", share_blocks=True, durable=False
     )
-    reshard(
-        tmp_path / "model.safetensors", tmp_path / "columns", tp=2, default="shard1", to="rank-files", durable=False
-    )
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nmatch = "model\\\\.layers\\\\.[0-9]+\\\\.weight"\nkind = "row"\n')
+    reshard(tmp_path / "model.safetensors", tmp_path / "columns", tp=2, rules=rules, to="rank-files", durable=False)
+    with open_checkpoint(tmp_path / "columns") as columns:
+        assert {tuple(sizes) for sizes in columns.manifest.chunks.sizes.tolist()} == {(512, 257), (512, 256)}
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 100])

@@ -67,7 +67,7 @@ def test_commands_come_through(
     """Every fourth request goes wrong (fewer where that takes time), and all commands end as if none had."""
     endpoint, held = bucket
     expected = whole(held)
-    step = 12 if kind == "stall" else 4
+    step = 9 if kind == "stall" else 4
     if kind == "stall":
         monkeypatch.setenv("CKPT_TIMEOUT_S", NO_PATIENCE)
     with fault_proxy(endpoint, lambda number, _method, _path: kind if number % step == 2 else None) as (url, faults):

@@ -233,7 +233,7 @@ def test_what_torch_has_not() -> None:
         TensorMeta("b", DTYPES["float6_e2m3fn"], (4,), "model", ("b",)),
         TensorMeta("c", DTYPES["float32"], (4,), "model", ("c",)),
     ]
-    with pytest.raises(Unsupported, match=r"types: X9 \('a'\), float6_e2m3fn \('b'\)"):
+    with pytest.raises(Unsupported, match=r"of X9 \('a'\), float6_e2m3fn \('b'\)"):
         WRITER.lay_out(request(TensorTable.from_records(records)))
 
 
