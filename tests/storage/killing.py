@@ -46,6 +46,14 @@ def make_small() -> None:
     vars(place)["PART_LIMITS"] = PartLimits(PART_BYTES, PART_BYTES, 10_000)
 
 
+def _digests(root: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
 class LocalPlace:
     """A folder."""
 
@@ -60,11 +68,11 @@ class LocalPlace:
 
     def files(self) -> dict[str, str]:
         """Digests of what has the final name."""
-        found = {}
-        for path in self.root.rglob("*"):
-            if path.is_file():
-                found[str(path.relative_to(self.root))] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return found
+        return _digests(self.root)
+
+    def unnamed(self) -> dict[str, str]:
+        """Digests of what waits for the final name."""
+        return _digests(self.root.with_name(f"{self.root.name}.partial"))
 
     def leftovers(self) -> int:
         """What should not be there after a run."""
@@ -95,6 +103,10 @@ class S3Place:
             key[len(self.key) + 1 :]: hashlib.sha256(self.client.get(key) or b"").hexdigest() for key in self._keys()
         }
 
+    def unnamed(self) -> dict[str, str]:
+        """Nothing waits for a name."""
+        return {}
+
     def leftovers(self) -> int:
         """What should not be there after a run."""
         return len(self.place.begun())
@@ -119,9 +131,16 @@ class HdfsPlace:
 
     def files(self) -> dict[str, str]:
         """Digests of what has the final name."""
+        return self._digests(self.path)
+
+    def unnamed(self) -> dict[str, str]:
+        """Digests of what waits for the final name."""
+        return self._digests(f"{self.path}.partial")
+
+    def _digests(self, root: str) -> dict[str, str]:
         return {
-            f.path[len(self.path) + 1 :]: hashlib.sha256(self.client.read(f.path, 0, f.nbytes, where="")).hexdigest()
-            for f in self.client.files(self.path)
+            f.path[len(root) + 1 :]: hashlib.sha256(self.client.read(f.path, 0, f.nbytes, where="")).hexdigest()
+            for f in self.client.files(root)
             if not f.is_folder
         }
 
@@ -226,7 +245,7 @@ def main(source: str, url: str, n: int, seed: int, to: str) -> Counter[str]:
             continue
         seen["unfinished" if found else "nothing seen"] += 1
         status = ended(forked(lambda: run(resume=True)))
-        if status == TargetExists.exit_code and url.startswith("hdfs://"):
+        if status == TargetExists.exit_code and apart(lambda: kept_at(url).unnamed()) == expected:
             seen["whole, without its name"] += 1  # killed between its last two calls, and said so
             continue
         if status not in {0, 7}:
