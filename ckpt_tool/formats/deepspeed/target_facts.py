@@ -61,7 +61,7 @@ def model_facts(
         "ds_config": {},
         "ds_version": info.get("deepspeed_version", WRITTEN_VERSION),
         **(values if isinstance(values, dict) else {}),
-        "buffer_names": list(info.get("buffers", ())),
+        "buffer_names": [name for name in info.get("buffers", ()) if name in state.weights],
         "optimizer": None,
         "param_shapes": [sizes(own) for own in shapes],
         "frozen_param_shapes": None,

@@ -8,6 +8,7 @@ state (frozen, a second name, or a buffer, whatever its dtype was); the model st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -33,8 +34,8 @@ from ckpt_tool.formats.deepspeed.opened import Checkpoint, ModelState, mapping, 
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.vectors import MASTER
 from ckpt_tool.geometry.runs import contiguous_strides
-from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
@@ -114,8 +115,14 @@ class UniversalReader(TorchFilesReader):
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
-        """Absent weights, and what zips can have."""
+        """Absent weights, files of states that parameters lack, and what zips can have."""
         yield from checkpoint_findings(manifest)
+        yield from _lacking(_all_state_files(source.listing.sizes, _located(source).folder))
+        held = set(manifest.tensors.fqns)
+        for name in manifest.info.get("buffers", ()):
+            if weight_name(name)[0] not in held:
+                said = f"{name!r}: the model states name this buffer, and none here has it: was a file of theirs lost?"
+                yield Finding("absent-weight", Severity.ERROR, said, fqn=weight_name(name)[0])
         yield from archive_findings(source, manifest)
 
 
@@ -127,7 +134,27 @@ def _located(source: Source) -> Located:
     return located
 
 
+def _lacking(by_name: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """Parameters that have a part of the files that more of the others have; a frozen weight has its values alone."""
+    kinds = Counter(frozenset(own) for own in by_name.values())
+    for name, own in by_name.items():
+        held = frozenset(own)
+        fuller = [kind for kind, count in kinds.items() if held < kind and count > kinds[held]]
+        if held == {MASTER} or not fuller:
+            continue
+        folder = next(iter(own.values())).rpartition("/")[0]
+        for state in sorted(max(fuller, key=lambda kind: kinds[kind]) - held):
+            path = f"{folder}/{state}.pt"
+            said = f"{path} is missing: most other parameters have this file beside what {name!r} has"
+            yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
+
+
 def _state_files(paths: Mapping[str, int], folder: str) -> dict[str, dict[str, str]]:
+    """By parameter and state: path of the file; of parameters that have their values."""
+    return {name: own for name, own in _all_state_files(paths, folder).items() if MASTER in own}
+
+
+def _all_state_files(paths: Mapping[str, int], folder: str) -> dict[str, dict[str, str]]:
     """By parameter and state: path of the file."""
     found: dict[str, dict[str, str]] = {}
     prefix = folder + _FOLDER
@@ -135,7 +162,7 @@ def _state_files(paths: Mapping[str, int], folder: str) -> dict[str, dict[str, s
         name, _, file = path[len(prefix) :].rpartition("/") if path.startswith(prefix) else ("", "", "")
         if name and file.endswith(".pt"):
             found.setdefault(name, {})[file.removesuffix(".pt")] = path
-    return {name: own for name, own in found.items() if MASTER in own}
+    return found
 
 
 def _without_packed(model: ModelState) -> ModelState:

@@ -21,6 +21,7 @@ from ckpt_tool.formats.base import BoxTable, WriteRequest
 from ckpt_tool.formats.deepspeed.reader import READER
 from ckpt_tool.formats.deepspeed.universal import READER as UNIVERSAL
 from ckpt_tool.formats.deepspeed.universal_writer import WRITER
+from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, Manifest, TensorMeta
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import TensorTable
@@ -196,3 +197,25 @@ def test_files_of_one_kind_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) ->
         name, state = fqn.removeprefix("optimizer.state.").split(".")
         found = torch.load(io.BytesIO(files[f"global_step9_universal/zero/{name}/{state}.pt"]))
         assert (found if state == "step" else found["param"]).numpy().tobytes() == payload
+
+
+@pytest.mark.parametrize(
+    ("gone", "kind"),
+    [
+        ("zero/blocks.0.ln1.bias/exp_avg.pt", "missing-file"),
+        ("zero/blocks.0.ln1.bias/fp32.pt", "missing-file"),
+        ("mp_rank_00_model_states.pt", "absent-weight"),
+    ],
+)
+def test_a_file_that_is_lost_is_an_error(gone: str, kind: str) -> None:
+    """A state of one parameter, its values, and the model states, beside which those for stage 3 name the buffers."""
+    _, _, files = written("ds_z1_fp32")
+
+    def errors() -> set[str]:
+        source = source_of(MemoryStore(files))
+        found = UNIVERSAL.check(source, UNIVERSAL.read(source))
+        return {finding.kind for finding in found if finding.severity is Severity.ERROR}
+
+    assert errors() == set()
+    del files[FOLDER + gone]
+    assert errors() == {kind}
