@@ -11,9 +11,10 @@
 #   make test-storage    a real S3 server, HDFS too where CKPT_HADOOP_CLASSPATH names its jars, faults (half an hour)
 #   make test-cuda  loading into the memory of a GPU, and saving from it
 #   make bench   the measurements; bench-job those of loading and saving in a job
-#   make matrix  each kind of damage to each file of over thirty kinds of checkpoints, and the finding that says so
-#   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole; SEED=N for others. With
-#                Atheris installed a search guided by coverage goes on for MINUTES=10
+#   make matrix  each kind of damage to each file of checkpoints of every format, and the finding that says so
+#   make fuzz    10,000 damaged files, none of which may run, hang, crash or pass for whole; SEED=N for others. It says
+#                every minute how far it is, in as many processes as there are processors. With Atheris installed a
+#                search guided by coverage goes on for MINUTES=10
 #   make clean   remove what the others made
 
 PYTHON ?= python3

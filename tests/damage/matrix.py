@@ -9,22 +9,32 @@ from itertools import pairwise
 from pathlib import Path
 
 from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.digest import take_digests
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.finding import Severity
-from tests.hostile.fuzz import SMALL, placed
+from tests.hostile.fuzz import SMALL, checkpoint_in, placed
 
-__all__ = ["DAMAGES", "EXPECTED", "FORMATS", "PACKED", "TOLD", "UNKNOWABLE", "Outcome", "damaged", "outcome", "truth"]
+__all__ = [
+    "DAMAGES", "EXPECTED", "FORMATS", "LIMITS", "MADE", "MORE", "TOLD", "UNKNOWABLE", "UNTOLD", "Outcome", "damaged",
+    "outcome", "truth",
+]  # fmt: skip
 
 FORMATS = SMALL
-PACKED = (
-    "megatron/legacy_t2p2", "zoo/consolidated_llama2", "zoo/flax_parts", "zoo/flax_pieces", "zoo/flax_state",
-    "zoo/gguf_mixed", "zoo/gguf_split", "zoo/hdf5_odd", "zoo/keras_h5", "zoo/keras_v3", "zoo/keras_weights",
-    "zoo/npz_deflated", "zoo/npz_plain", "zoo/torchsnapshot_files",
+MORE = (
+    "deepspeed/accelerate_fsdp2", "megatron/dpr_vpp_p2", "megatron/legacy_t2p2", "megatron/old012_zarr_t2p1d1",
+    "nanotron/tp2_pp2_dp3", "torch/pt_files/odd_zip.pt", "torch/pt_files/train_namespace_legacy.pt", "vescale/dp3",
+    "zoo/consolidated_llama2", "zoo/flax_parts", "zoo/flax_pieces", "zoo/flax_state", "zoo/gguf_mixed",
+    "zoo/gguf_split", "zoo/hdf5_odd", "zoo/keras_h5", "zoo/keras_v3", "zoo/keras_weights", "zoo/npz_deflated",
+    "zoo/npz_plain", "zoo/ocdbt_raw", "zoo/orbax_default", "zoo/orbax_files", "zoo/torchsnapshot_files",
 )  # fmt: skip
-"""Fixtures that lie in archives."""
+"""Fixtures of the other kinds: those in archives, larger ones, single files."""
+MADE = {"deepspeed-universal": "deepspeed/ds_z1_fp32"}
+"""Formats that no fixture has, and what is converted."""
+LIMITS = {"deepspeed-universal": 60, "megatron/old012_zarr_t2p1d1": 60, "nanotron/tp2_pp2_dp3": 60}
+"""How many places of each kind of damage are tried in hundreds of like files."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ def truth(folder: Path) -> dict[str, ContentDigest]:
 
 def payload_files(folder: Path) -> list[Path]:
     """Files that hold tensors."""
+    if folder.is_file():
+        return [folder]
     with open_checkpoint(folder) as checkpoint:
         root = Path(checkpoint.source.listing.url)
         paths = {entry.path if entry.part is None else entry.part.path for entry in checkpoint.manifest.files}
@@ -203,11 +215,18 @@ DAMAGES: dict[str, Callable[[Path], Iterator[str]]] = {
 }
 
 # Of the errors that a damage brings, at least one is of these kinds, or the file is refused as a whole (an exception).
-_REFUSED = {"unreadable-file", "item-mismatch", "checksum-unreadable", "container-damage", "damaged-object"}
+_REFUSED = {
+    "unreadable-file",
+    "item-mismatch",
+    "checksum-unreadable",
+    "container-damage",
+    "damaged-object",
+    "unreadable",
+}
 EXPECTED: dict[str, set[str]] = {
-    "missing": {"missing-file", "gap", "missing-tensor"},
-    "empty": {"empty-file", "unreadable-file"},
-    "truncated": {"truncated-file", "empty-file", *_REFUSED},
+    "missing": {"missing-file", "gap", "missing-tensor", "absent-weight"},
+    "empty": {"empty-file", "unreadable-file", "missing-chunk"},
+    "truncated": {"truncated-file", "empty-file", "missing-chunk", *_REFUSED},
     "header": {"index-ghost-tensor", "crc-mismatch", "different-replicas", *_REFUSED},
     "metadata": {"missing-file", "index-ghost-tensor", "gap", "missing-metadata", "crc-mismatch", *_REFUSED},
     "payload": {"crc-mismatch", "different-replicas", "nan"},
@@ -223,6 +242,14 @@ TOLD: dict[str, set[str]] = {
     "longer": {"unowned-bytes", "container-odd"},
 }
 
+_OLD_NODES = "nodes that no version refers to any more stay in the files of a database"
+UNTOLD: dict[tuple[str, str], str] = {
+    ("zoo/ocdbt_raw", "doubled"): _OLD_NODES,
+    ("zoo/ocdbt_raw", "longer"): _OLD_NODES,
+    ("zoo/orbax_default", "longer"): _OLD_NODES,
+}
+"""Bytes that belong to nothing where that is no damage, with the reason."""
+
 # What nothing in these files can tell, with the reason.
 UNKNOWABLE: dict[tuple[str, str], str] = {
     ("torch/hf_dcp_sharded", "missing"): "no file records global shapes; said by unproven-shape",
@@ -232,10 +259,14 @@ UNKNOWABLE: dict[tuple[str, str], str] = {
     ("deepspeed/ds_z1_fp32", "swapped"): "partitions of one size, and none knows its rank",
     ("deepspeed/ds_z3_sub", "swapped"): "partitions of one size, and none knows its rank",
     ("zoo/consolidated_llama2", "swapped"): "only their names number the parts",
+    ("vescale/dp3", "doubled"): "items of one shape, and none knows its name; said by unowned-bytes",
     ("bytecheckpoint/ddp_2r", "missing"): "a rank's own objects; said by missing-file as a warning",
 }
 
 
 def damaged(name: str, base: Path) -> Path:
-    """A copy of a fixture to be damaged."""
-    return placed(name, base)
+    """A copy of a fixture to be damaged, or one of ``MADE``."""
+    if name in MADE:
+        reshard(placed(MADE[name], base), base / name, to=name, durable=False)
+        return base / name
+    return checkpoint_in(placed(name, base))

@@ -10,7 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.damage.matrix import DAMAGES, EXPECTED, FORMATS, PACKED, TOLD, UNKNOWABLE, damaged, outcome, truth
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.formats.registry import readers
+from tests.damage.matrix import (
+    DAMAGES,
+    EXPECTED,
+    FORMATS,
+    LIMITS,
+    MADE,
+    MORE,
+    TOLD,
+    UNKNOWABLE,
+    UNTOLD,
+    damaged,
+    outcome,
+    truth,
+)
 
 FAST = 2
 """Cases of each kind: of the first file, or the first two places in it."""
@@ -35,7 +50,7 @@ def wrong_answers(name: str, base: Path, *, limit: int | None) -> list[str]:
                 if not found.errors & EXPECTED[damage]:
                     wrong.append(f"{damage}, {what}: {sorted(found.errors)}")
                 continue
-            if damage in TOLD and not found.others & TOLD[damage]:
+            if damage in TOLD and not found.others & TOLD[damage] and (name, damage) not in UNTOLD:
                 wrong.append(f"{damage}, {what}: not told")
             is_told = found.others & {"not-covered", "crc-not-recorded"} and damage not in {
                 "missing",
@@ -57,7 +72,17 @@ def test_a_few_places(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [*FORMATS, *PACKED])
+@pytest.mark.parametrize("name", [*FORMATS, *MORE, *MADE])
 def test_all_places(name: str, tmp_path: Path) -> None:
     """Each file missing, empty, cut at 20 places, swapped, with bits flipped in headers, metadata and payload."""
-    assert wrong_answers(name, tmp_path, limit=None) == []
+    assert wrong_answers(name, tmp_path, limit=LIMITS.get(name)) == []
+
+
+@pytest.mark.matrix
+def test_every_format(tmp_path: Path) -> None:
+    """Each reader has a checkpoint that is damaged."""
+    tried = set()
+    for name in (*FORMATS, *MORE, *MADE):
+        with open_checkpoint(damaged(name, tmp_path)) as checkpoint:
+            tried.add(checkpoint.manifest.format)
+    assert {reader.name for reader in readers()} == tried
