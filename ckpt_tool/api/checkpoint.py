@@ -257,6 +257,10 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
         """A copy, also in another process, opens the checkpoint again."""
         return _opened_again, (self.url, self._memory_budget_bytes)
 
+    def shown_as(self, manifest: Manifest) -> Checkpoint:
+        """The same files under another manifest, of other names and boxes; it need not be closed."""
+        return Checkpoint(self.url, self.source, self.reader, manifest, self._memory_budget_bytes)
+
     def reopened(self, store: Store, listing: Listing) -> Checkpoint:
         """The same files, read through ``store``, with all that is known of them by now."""
         source = Source(store, listing)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt_tool.cli.name_options import Facts, Family, NamingFile, TrueVocab
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Choice, Exclude, Include, Json, Memory, Quiet, Section, Workers
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
@@ -13,6 +14,7 @@ from ckpt_tool.sizes import parse_bytes
 EXAMPLES = (
     "ckpt diff run/step-500 copy/of/step-500",
     "ckpt diff run/step-500 weights --section model --allow-cast",
+    "ckpt diff megatron/iter_0000500 hf_model --section model --names hf",
 )
 
 _DIFFERENCES = 1
@@ -23,6 +25,7 @@ class Names(Choice):
 
     auto = "auto"
     exact = "exact"
+    hf = "hf"
 
 
 A = Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a path or a URL.", show_default=False)]
@@ -61,8 +64,17 @@ def diff(
     map_names: MapNames = None,
     strip_prefix: StripPrefix = None,
     names: Annotated[
-        Names, typer.Option("--names", help="Pair leftovers without outer keys and wrapper prefixes, or do not.")
+        Names,
+        typer.Option(
+            "--names",
+            help="Pair leftovers without outer keys and wrapper prefixes (auto), or do not (exact); hf shows those of "
+            "Megatron and torchtitan as those of transformers before: fused ones apart, rows of padding left out.",
+        ),
     ] = Names.auto,
+    family: Family = "auto",
+    naming: NamingFile = None,
+    fact: Facts = None,
+    true_vocab: TrueVocab = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="Also random states, extra state and objects.")
     ] = False,
@@ -90,6 +102,7 @@ def diff(
     signed_zero, max_abs, max_rel, max_ulp, first {index, a, b}, bounds}], objects [{fqn, status, a, b}];
     same tensors with --all.
     """
+    from ckpt_tool.api.arguments import parse_facts
     from ckpt_tool.api.trust.diff import diff as compare
     from ckpt_tool.cli.progress import progress_bar
     from ckpt_tool.cli.render_diff import report_lines
@@ -105,7 +118,11 @@ def diff(
             section=None if section is None else str(section),
             map_names=replacements,
             strip_prefixes=strip_prefix or (),
-            names=str(names),
+            names=names.value,
+            family=family,
+            naming=naming,
+            facts=parse_facts(fact or ()),
+            true_vocab=true_vocab,
             everything=everything,
             allow_cast=allow_cast,
             quick=quick,

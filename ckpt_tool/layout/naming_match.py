@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_tool.errors import LayoutError
+from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["Matched", "NamingMatch", "choose_naming", "match_names"]
+__all__ = ["Matched", "NamingMatch", "choose_naming", "match_names", "matches_of"]
 
 _N_LISTED = 10
 
@@ -35,15 +35,17 @@ class Matched:
     groups: Mapping[str, str | None]
 
 
-def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | None:
+def choose_naming(fqns: Iterable[str], *, family: str | None, must_fit: bool = True) -> NamingMatch | None:
     """The built-in naming that the names fit and whose rules cover most of them; None when they fit none.
 
     Args:
         fqns: names of tensors.
         family: only namings that lead to this family, or have this name; None for all.
+        must_fit: a family that is named has to fit.
 
     Raises:
-        LayoutError: no naming is called so, the one that is does not fit, or several fit equally well.
+        UsageError: no naming is called so.
+        LayoutError: the one that is does not fit, or several fit equally well.
     """
     known = builtin_namings().values()
     asked = [
@@ -51,7 +53,7 @@ def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | N
     ]
     if not asked:
         families = sorted({naming.family for naming in known} | {naming.name for naming in known})
-        raise LayoutError(f"no naming is called {family!r}", hint=f"known are {', '.join(families)}, auto and none")
+        raise UsageError(f"no naming is called {family!r}", hint=f"known are {', '.join(families)}, auto and none")
     readings = [[spelling.parameter for spelling in spellings(fqn, {})] for fqn in fqns]
     ranked: list[tuple[int, Naming]] = []
     against: list[str] = []
@@ -63,7 +65,7 @@ def choose_naming(fqns: Iterable[str], *, family: str | None) -> NamingMatch | N
             covered = sum(any(r.pattern.fullmatch(name) for r in naming.rules for name in names) for names in readings)
             ranked.append((covered, naming))
     if not ranked:
-        if family is None:
+        if family is None or not must_fit:
             return None
         raise LayoutError(f"the names are not those of {family}: {against[0]}", hint="try --family auto")
     best = max(covered for covered, _ in ranked)
@@ -86,14 +88,7 @@ def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:
     Raises:
         LayoutError: names that no rule covers.
     """
-    found: list[Matched] = []
-    uncovered: list[str] = []
-    for fqn in fqns:
-        matched = next(_matches(naming, fqn), None)
-        if matched is None:
-            uncovered.append(fqn)
-        else:
-            found.append(matched)
+    found, uncovered = matches_of(naming, fqns)
     if uncovered:
         listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
         more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
@@ -104,6 +99,19 @@ def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:
             "--family none",
         )
     return tuple(found)
+
+
+def matches_of(naming: Naming, fqns: Iterable[str]) -> tuple[list[Matched], list[str]]:
+    """The first rule for each name, in order, and the names that no rule covers."""
+    found: list[Matched] = []
+    uncovered: list[str] = []
+    for fqn in fqns:
+        matched = next(_matches(naming, fqn), None)
+        if matched is None:
+            uncovered.append(fqn)
+        else:
+            found.append(matched)
+    return found, uncovered
 
 
 def _matches(naming: Naming, fqn: str) -> Iterator[Matched]:

@@ -135,7 +135,8 @@ def test_arguments(argv: str, options: dict[str, Any], monkeypatch: pytest.Monke
     assert main(["diff", "A", "B", *argv.split()]) == 2
     assert asked == {
         "a": "A", "b": "B", "include": (), "exclude": (), "section": None, "map_names": [], "strip_prefixes": (),
-        "names": "auto", "everything": False, "allow_cast": False, "quick": False, "reasons": True,
+        "names": "auto", "family": "auto", "naming": None, "facts": {}, "true_vocab": None,
+        "everything": False, "allow_cast": False, "quick": False, "reasons": True,
         "memory_budget_bytes": 1 << 30, "n_workers": None, "progress": None, **options,
     }  # fmt: skip
 

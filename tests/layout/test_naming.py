@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.engine.memory import read_boxes
-from ckpt_tool.errors import LayoutError
+from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.naming import Renaming, rename
 from ckpt_tool.layout.naming_match import choose_naming, match_names
@@ -200,7 +200,7 @@ def test_naming_is_told_from_names() -> None:
     assert choose_naming(["model.layers.0.self_attn.q_proj.weight"], family=None) is None
     with pytest.raises(LayoutError, match="the names are not those of mixtral"):
         choose_naming(["model.layers.0.self_attn.q_proj.weight"], family="mixtral")
-    with pytest.raises(LayoutError, match="no naming is called 'lama'"):
+    with pytest.raises(UsageError, match="no naming is called 'lama'"):
         choose_naming(names, family="lama")
 
 

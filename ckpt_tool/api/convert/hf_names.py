@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.errors import LayoutError, UsageError
-from ckpt_tool.layout.naming_match import NamingMatch, choose_naming, match_names
+from ckpt_tool.layout.naming_match import Matched, NamingMatch, choose_naming, match_names
 from ckpt_tool.layout.naming_rules import Naming, load_naming
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.manifest.model import Manifest
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from ckpt_tool.layout.model_config import Translated
     from ckpt_tool.layout.views import View
 
-__all__ = ["HfNames", "NamesOptions", "names_options", "with_hf_names"]
+__all__ = [
+    "HfNames",
+    "NamesOptions",
+    "apply_naming",
+    "check_asked",
+    "check_used",
+    "facts_of",
+    "names_options",
+    "naming_of",
+    "of_model",
+    "with_hf_names",
+]
 
 # Fact: its name among Megatron's arguments, and in a Hugging Face config.
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight")
@@ -102,31 +113,59 @@ def with_hf_names(
         LayoutError: see ``layout.naming``; a tensor without a name, a fact that is missing or contradicts a shape.
         UsageError: facts were given, and no naming takes them.
     """
-    model = SECTIONS.index("model")
-    is_model = (manifest.tensors.section == model).tolist()
-    fqns = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if wanted]
-    # Of all names, so that a part of the model is known for what it is.
-    everywhere = checkpoint.manifest.tensors
-    in_model = [fqn for row, fqn in enumerate(everywhere.fqns) if everywhere.section[row] == model]
-    found = _naming(in_model, options)
+    found = naming_of(checkpoint.manifest, options)
     if found is None:
-        _refuse_unused(options)
+        check_used(options)
         return None
+    matches = match_names(found.naming, of_model(manifest))
+    facts = facts_of(checkpoint.manifest, options.facts or {})
+    return apply_naming(
+        checkpoint, manifest, found, matches, facts, true_vocab=options.true_vocab, is_whole=is_whole,
+        has_config=has_config,
+    )  # fmt: skip
+
+
+def apply_naming(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    found: NamingMatch,
+    matches: Sequence[Matched],
+    facts: Mapping[str, Fact],
+    *,
+    true_vocab: int | None,
+    is_whole: bool,
+    has_config: bool,
+) -> HfNames:
+    """The tensors that matched a naming under the names that it gives them; other tensors as they are.
+
+    Args:
+        checkpoint: the source.
+        manifest: the tensors to rename, resolved.
+        found: the naming.
+        matches: tensors of the manifest, and its rules for them.
+        facts: numbers that are known.
+        true_vocab: rows of the vocabulary, where the user says how many.
+        is_whole: see ``with_hf_names``.
+        has_config: see ``with_hf_names``.
+
+    Raises:
+        LayoutError: see ``layout.naming``; a fact that is missing or contradicts a shape.
+    """
     # 4 ms of start-up that others do without, whose names need no rules.
     from ckpt_tool.api.convert.vocabulary import true_vocabulary
     from ckpt_tool.layout.naming import rename
     from ckpt_tool.layout.origins import renaming_views
     from ckpt_tool.layout.views import apply_views
 
-    matches = match_names(found.naming, fqns)
-    facts = dict(_facts(checkpoint.manifest, options.facts or {}))
+    everywhere, facts = checkpoint.manifest.tensors, dict(facts)
     tables = [m.fqn for m in matches if m.rule.rows == "vocab"]
-    vocab, vocab_notes = (None, ()) if "vocab" in facts else true_vocabulary(checkpoint, tables, options.true_vocab)
+    vocab, vocab_notes = (None, ()) if "vocab" in facts else true_vocabulary(checkpoint, tables, true_vocab)
     if vocab is not None:
         facts["vocab"] = vocab
     shapes = {fqn: everywhere.shape_of(row) for row, fqn in enumerate(everywhere.fqns)}
     renaming = rename(found.naming, matches, shapes, facts, is_whole=is_whole)
-    kept = [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if not wanted]
+    named = {matched.fqn for matched in matches}
+    kept = [fqn for fqn in manifest.tensors.fqns if fqn not in named]
     result = apply_views(manifest, renaming.views, keep=kept)
     if result.tensors.paths is not None:
         roots = tuple((view.fqn,) for view in renaming.views)
@@ -134,7 +173,7 @@ def with_hf_names(
         result = result.replace(tensors=replace(result.tensors, paths=paths))
     views = (*renaming.views, *renaming_views(manifest, [(fqn, fqn) for fqn in kept]))
     notes = [
-        f"{counted(len(fqns), 'tensor', 'become')} {len(renaming.views):,}: {found.evidence}",
+        f"{counted(len(matches), 'tensor', 'become')} {len(renaming.views):,}: {found.evidence}",
         *renaming.notes,
         *vocab_notes,
     ]
@@ -158,21 +197,55 @@ def _config(checkpoint: Checkpoint, naming: Naming, views: Sequence[View], *, is
     return config_of(args, naming.model_types, n_tokens=embeddings[0] if embeddings else None)
 
 
-def _naming(fqns: Sequence[str], options: NamesOptions) -> NamingMatch | None:
-    """The naming of the family, behind the user's own rules."""
+def of_model(manifest: Manifest) -> list[str]:
+    """Names of the model's tensors."""
+    is_model = (manifest.tensors.section == SECTIONS.index("model")).tolist()
+    return [fqn for fqn, wanted in zip(manifest.tensors.fqns, is_model, strict=True) if wanted]
+
+
+def naming_of(manifest: Manifest, options: NamesOptions, *, must_fit: bool = True) -> NamingMatch | None:
+    """The naming of the family, behind the user's own rules; None when none fits.
+
+    Args:
+        manifest: all of the source, so that a part of the model is known for what it is.
+        options: what the user says.
+        must_fit: a family that is named has to fit.
+
+    Raises:
+        UsageError: no naming is called so.
+        LayoutError: the one that is does not fit, or several fit equally well.
+    """
     own_text = options.naming
     found = None
     if options.family != "none":
-        found = choose_naming(fqns, family=None if options.family == "auto" else options.family)
+        family = None if options.family == "auto" else options.family
+        found = choose_naming(of_model(manifest), family=family, must_fit=must_fit)
     if own_text is None:
         return found
     own = load_naming(own_text[1], source=own_text[0], base=None if found is None else found.naming)
     return NamingMatch(own, f"rules of {own_text[0]}" + (f", then {found.evidence}" if found else ""))
 
 
-def _refuse_unused(options: NamesOptions) -> None:
-    given = [f"--fact {name}={value}" for name, value in (options.facts or {}).items()]
-    given += [] if options.true_vocab is None else [f"--true-vocab {options.true_vocab}"]
+def check_asked(options: NamesOptions, *, is_asked: bool) -> None:
+    """Nothing, where names are asked for, or the user says nothing of them.
+
+    Raises:
+        UsageError: something is said that nobody would look at.
+    """
+    said = [f"--family {options.family}"] if options.family not in ("auto", "none") else []
+    said += [] if options.naming is None else [f"--naming {options.naming[0]}"]
+    said += _given(options)
+    if said and not is_asked:
+        raise UsageError(f"{said[0]} says something of names that are not asked for", hint="add --names hf")
+
+
+def check_used(options: NamesOptions) -> None:
+    """Nothing, where the user says nothing of names; to be asked where no naming is known to take it.
+
+    Raises:
+        UsageError: facts or a number of rows were given.
+    """
+    given = _given(options)
     if given:
         raise UsageError(
             f"{given[0]} says something of a family's names, and none is known to fit",
@@ -180,8 +253,27 @@ def _refuse_unused(options: NamesOptions) -> None:
         )
 
 
-def _facts(manifest: Manifest, given: Mapping[str, int]) -> Iterator[tuple[str, Fact]]:
-    """What the checkpoint records, overruled by what the user gives."""
+def _given(options: NamesOptions) -> list[str]:
+    """Numbers that the user gives, as they are typed."""
+    given = [f"--fact {name}={value}" for name, value in (options.facts or {}).items()]
+    return given + ([] if options.true_vocab is None else [f"--true-vocab {options.true_vocab}"])
+
+
+def facts_of(manifest: Manifest, given: Mapping[str, int], *, whose: str = "the checkpoint") -> dict[str, Fact]:
+    """What a checkpoint records, overruled by what the user gives.
+
+    Args:
+        manifest: the checkpoint.
+        given: what the user gives.
+        whose: what the evidence calls the checkpoint.
+
+    Raises:
+        UsageError: a number is not above 0.
+    """
+    return dict(_facts(manifest, given, whose))
+
+
+def _facts(manifest: Manifest, given: Mapping[str, int], whose: str) -> Iterator[tuple[str, Fact]]:
     args, config = manifest.info.get("args"), manifest.info.get("config")
     args = args if isinstance(args, Mapping) else {}
     config = config if isinstance(config, Mapping) else {}
@@ -189,12 +281,12 @@ def _facts(manifest: Manifest, given: Mapping[str, int]) -> Iterator[tuple[str, 
         for table, key, where in ((args, in_args, "args"), (config, in_config, "config")):
             value = table.get(key) if key is not None else None
             if isinstance(value, int) and value >= 0:
-                yield name, Fact(int(value), f"{where}.{key} of the checkpoint")
+                yield name, Fact(int(value), f"{where}.{key} of {whose}")
                 break
     # Megatron ignores num_query_groups (1 by default) without group_query_attention: every head is a group then.
     has_no_groups = args.get("group_query_attention") is False or ("num_query_groups" not in args and args)
     if has_no_groups and isinstance(args.get("num_attention_heads"), int):
-        yield "kv_heads", Fact(args["num_attention_heads"], "args of the checkpoint: no grouped queries")
+        yield "kv_heads", Fact(args["num_attention_heads"], f"args of {whose}: no grouped queries")
     for name, value in given.items():
         if value < 1:
             raise UsageError(f"--fact {name}={value} is no number above 0")

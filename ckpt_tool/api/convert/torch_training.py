@@ -24,6 +24,7 @@ from ckpt_tool.api.convert.weight_states import (
     state_views,
     states_of,
     step_of,
+    torch_state,
 )
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.formats._torch_file.nested import nest
@@ -78,9 +79,7 @@ def as_torch_training(
     states = states_of(manifest, blobs).of_adam()
     steps = {} if not states.tensors else _steps(manifest, states)
     views, of_masters = _of_masters(weights, states)
-    moments, without = state_views(
-        weights, states.tensors, MOMENTS, lambda slot, view: ("optim", "state", view.fqn, slot)
-    )
+    moments, without = state_views(weights, states.tensors, MOMENTS, torch_state)
     notes = list(named.notes)
     objects: list[Blob] = []
     if moments:

@@ -30,6 +30,7 @@ __all__ = [
     "state_views",
     "states_of",
     "step_of",
+    "torch_state",
     "with_all_masters",
 ]
 
@@ -180,6 +181,11 @@ def state_views(
         else:
             found += _of_slots(view, states, slots, path_of)
     return found, without
+
+
+def torch_state(slot: str, view: View) -> KeyPath:
+    """Keys of a weight's state in what torch's ``get_state_dict`` gives, under a training state's key ``optim``."""
+    return ("optim", "state", view.fqn, slot)
 
 
 def _of_slots(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.hf_names import check_asked, names_options
 from ckpt_tool.api.manifest_file import is_manifest_file, read_manifest
 from ckpt_tool.api.trust.diff_digests import DigestSide, diff_digests
+from ckpt_tool.api.trust.diff_names import under_hf_names
 from ckpt_tool.api.trust.diff_rows import DiffRows, select_rows
 from ckpt_tool.api.trust.neighbours import NeighbourFinder
 from ckpt_tool.api.trust.pairing import Pairing, name_map, pair_tensors
@@ -48,7 +51,11 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     section: str | None = None,
     map_names: Sequence[tuple[str, str]] = (),
     strip_prefixes: str | Sequence[str] = (),
-    names: str = "auto",
+    names: Literal["auto", "exact", "hf"] = "auto",
+    family: str = "auto",
+    naming: str | os.PathLike[str] | None = None,
+    facts: Mapping[str, int] | None = None,
+    true_vocab: int | None = None,
     everything: bool = False,
     allow_cast: bool = False,
     quick: bool = False,
@@ -72,10 +79,16 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
         section: ``model``, ``optimizer`` or ``other``; None for all.
         map_names: (regular expression, replacement) pairs that are applied to the names of both sides, in order.
         strip_prefixes: prefixes to take off, the first that fits.
-        names: ``auto`` pairs what is left without outer keys and wrapper prefixes, ``exact`` does not.
+        names: ``auto`` pairs what is left without outer keys and wrapper prefixes, ``exact`` does not; ``hf`` shows
+            a side of Megatron or torchtitan under the names of transformers before, as an export does: fused tensors
+            apart, rows of padding left out.
+        family: with ``hf``: whose names, as for an export; a side that they do not fit stays as it is.
+        naming: with ``hf``: path of a TOML file with rules that go before the family's.
+        facts: with ``hf``: numbers that such rules need and neither side records.
+        true_vocab: with ``hf``: rows of the vocabulary that are no padding.
         everything: compare random states, extra state and objects too.
         allow_cast: a tensor that is the other one rounded to a narrower type counts as the same.
-        quick: compare names, shapes and types alone.
+        quick: compare names, shapes and types alone; with ``hf`` rows that may be padding are read nevertheless.
         reasons: look for one that explains a difference.
         memory_budget_bytes: what buffers may take together.
         n_workers: threads; None for as many as there are cores, or as the storage likes requests.
@@ -84,9 +97,14 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     Raises:
         NotFound: nothing there, or no tensor fits a pattern.
         CoverageError: a tensor that is to be compared is incomplete.
-        UsageError: names cannot be mapped, or meet on one side.
+        UsageError: names cannot be mapped, or meet on one side; no family's names are known, or nothing asks for them.
+        LayoutError: a fact is missing that names need, or contradicts a shape.
     """
     include, exclude = texts(include), texts(exclude)
+    check_arguments(names=(names, ("auto", "exact", "hf")), true_vocab=(true_vocab, 1))
+    options = names_options(family, naming, facts, true_vocab)
+    check_asked(options, is_asked=names == "hf")
+    with_optimizer = section in (None, "optimizer")
     started = time.perf_counter()
     with ExitStack() as stack:
         tables = [not isinstance(each, Checkpoint) and is_manifest_file(each) for each in (a, b)]
@@ -95,14 +113,25 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
                 _digest_side(each, stack, memory_budget_bytes, n_workers, is_table=is_table)
                 for each, is_table in zip((a, b), tables, strict=True)
             ]
+            digest_notes: tuple[str, ...] = ()
+            if names == "hf":
+                live = [side.checkpoint for side in sides]
+                shown, digest_notes = under_hf_names(live, options, with_optimizer=with_optimizer)
+                sides = [replace(side, checkpoint=shown.get(n, side.checkpoint)) for n, side in enumerate(sides)]
             return diff_digests(
                 sides[0], sides[1], include=include, exclude=exclude, section=section, everything=everything,
-                mapped=name_map(map_names, strip_prefixes), is_auto=names == "auto", is_quick=quick, started=started,
+                mapped=name_map(map_names, strip_prefixes), is_auto=names != "exact", is_quick=quick, started=started,
+                notes=digest_notes,
             )  # fmt: skip
         one, other = (
             each if isinstance(each, Checkpoint) else stack.enter_context(_opened(each, memory_budget_bytes))
             for each in (a, b)
         )
+        objects = _objects(one, other) if everything and not quick else ()
+        notes: tuple[str, ...] = ()
+        if names == "hf":
+            shown, notes = under_hf_names([one, other], options, with_optimizer=with_optimizer)
+            one, other = shown.get(0, one), shown.get(1, other)
         templates = [name for name, side in (("A", one), ("B", other)) if is_template(side)]
         quick = quick or bool(templates)
         rows = [DiffRows(side.manifest, side.url, everything=everything) for side in (one, other)]
@@ -113,17 +142,16 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
             rows[0].taken,
             rows[1].taken,
             mapped=name_map(map_names, strip_prefixes),
-            is_auto=names == "auto",
+            is_auto=names != "exact",
         )
         comparison = _Comparison(one, other, pairing, memory_budget_bytes, is_quick=quick, allow_cast=allow_cast)
         tensors = comparison.run(_n_workers(n_workers, one, other), progress, with_reasons=reasons and not quick)
-        objects = _objects(one, other) if everything and not quick else ()
         return DiffReport(
             a=_side(one, rows[0], ignores_objects=not objects),
             b=_side(other, rows[1], ignores_objects=not objects),
             tensors=tensors,
             objects=objects,
-            notes=(*pairing.notes, *(f"{name} lists tensors without their bytes" for name in templates)),
+            notes=(*notes, *pairing.notes, *(f"{name} lists tensors without their bytes" for name in templates)),
             is_quick=quick,
             compared_nbytes=comparison.compared_nbytes,
             seconds=time.perf_counter() - started,

@@ -100,13 +100,15 @@ def diff_digests(  # noqa: PLR0913 - the options of a diff
     is_auto: bool,
     is_quick: bool,
     started: float,
+    notes: Sequence[str],
 ) -> DiffReport:
     """What differs by the digests; nothing tells how much, or where.
 
     Where a manifest also has the digests of the tensors that its own were made of, those names are taken that the
     other side has more of. Rows of zeros at the end (a padded vocabulary) are nobody's content.
     """
-    a, b, notes = _same_names(a, b)
+    a, b, name_notes = _same_names(a, b)
+    notes = [*notes, *name_notes]
     rows = [DiffRows(side.manifest, side.url, everything=everything) for side in (a, b)]
     select_rows(rows, include=include, exclude=exclude, section=section)
     one, other = rows[0].manifest, rows[1].manifest

@@ -10,9 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.layout.naming_match import choose_naming
 from ckpt_tool.records import dataclass
 
-__all__ = ["NameHint", "name_hint"]
+__all__ = ["NameHint", "family_hint", "name_hint"]
 
 _END = re.compile(r"[./]")
 _MAX_NAMES = 10_000
@@ -66,6 +68,24 @@ def name_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
     if found == ("", "") or 2 * n < min(len(names), len(_some(b))):
         return None
     return _hint(*found, is_in_front=found not in within)
+
+
+def family_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
+    """How names meet that are a family's of Megatron or torchtitan on one side at least; None where neither is.
+
+    Args:
+        a: names that only A has.
+        b: names that only B has.
+    """
+    said = []
+    for label, names in zip("AB", (_some(a), _some(b)), strict=True):
+        try:
+            found = choose_naming(names, family=None)
+        except LayoutError as error:  # several fit equally well: which one it is the user knows
+            return NameHint(f"{label}: {error.message}", "--names hf --family NAME")
+        if found is not None:
+            said.append(f"names of {label} are {found.naming.name}'s")
+    return NameHint(" and ".join(said), "--names hf") if said else None
 
 
 def _some(names: Sequence[str]) -> Sequence[str]:

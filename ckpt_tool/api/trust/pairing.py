@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from ckpt_tool.api.convert.names import module_names
-from ckpt_tool.api.trust.name_hints import NameHint, name_hint
+from ckpt_tool.api.trust.name_hints import NameHint, family_hint, name_hint
 from ckpt_tool.compare.tiles import Pair
 from ckpt_tool.errors import UsageError
 from ckpt_tool.layout.names import spellings
@@ -124,7 +124,7 @@ def pair_tensors(
 
 def _hint(a: Manifest, b: Manifest, left_a: Sequence[int], left_b: Sequence[int], mapped: NameMap) -> NameHint | None:
     names = [[mapped(side.tensors.fqns[row]) for row in left] for side, left in ((a, left_a), (b, left_b))]
-    return name_hint(*names)
+    return family_hint(*names) or name_hint(*names)
 
 
 def _names(manifest: Manifest, rows: Sequence[int], mapped: NameMap) -> dict[str, int]:
