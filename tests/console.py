@@ -4,7 +4,7 @@ Knows shells and text; knows nothing of checkpoints. The rules for a writer of s
 
 - a block opened by ```` ```console ```` is run, in page order, all blocks of a page in one folder; what cannot be run
   everywhere goes into a ```` ```sh ```` block, without ``$``;
-- ``$ ckpt ...`` is a command that is run (a line ending in a backslash goes on in the next), other ``$`` lines are not;
+- a line ``$ ...`` is a command, and is run (a line ending in a backslash goes on in the next);
 - what follows, up to the next ``$`` line, is what it prints, both streams, as on a terminal that is not one;
 - ``...`` alone on a line stands for any number of lines, within a line for any text;
 - a command ends with status 0, or the block says otherwise of its last one: ```` ```console exit=3 ````.
@@ -38,8 +38,8 @@ class Example:
     line: int
 
 
-def console_examples(page: str, program: str) -> list[Example]:
-    """The runnable examples of ``page`` in order: those in console blocks whose first word is ``program``."""
+def console_examples(page: str) -> list[Example]:
+    """The examples of ``page`` in order: all commands of its console blocks."""
     examples: list[Example] = []
     for block in _FENCE.finditer(page):
         info = block["info"].split()
@@ -50,8 +50,7 @@ def console_examples(page: str, program: str) -> list[Example]:
         shown = _split_block(block["body"].splitlines(), first_line)
         for index, (command, expected, line) in enumerate(shown):
             status = int(stated[1]) if stated and index == len(shown) - 1 else 0
-            if command.split()[:1] == [program]:
-                examples.append(Example(command, expected, status, line))
+            examples.append(Example(command, expected, status, line))
     return examples
 
 

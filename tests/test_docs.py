@@ -1,4 +1,4 @@
-"""The README tells the truth: it names every command, and what it shows is what one gets."""
+"""The pages tell the truth: the README names every command, and what a page shows is what one gets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import pytest
 import typer
 import typer.main
 
+from ckpt_tool import errors
 from ckpt_tool.cli.commands import app
+from ckpt_tool.cli.failures import failure
 from tests.console import Example, console_examples, install_program, matches, run_example
 
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
+PAGES = sorted([README, *(REPOSITORY / "docs").glob("*.md")])
+JOB_SCRIPTS = REPOSITORY / "docs/job-scripts.md"
+SCHEMA = re.compile(r"ckpt-tool/[a-z]+/\d+")
 
 
-def command_helps(application: typer.Typer) -> dict[str, str]:
-    """First help line of every command that ``--help`` lists, by name; a command of a group is ``group command``."""
-    helps: dict[str, str] = {}
+def all_commands(application: typer.Typer) -> dict[str, Any]:
+    """Every command that ``--help`` lists, by name; a command of a group is ``group command``."""
+    found: dict[str, Any] = {}
     groups: list[tuple[str, Any]] = [("", typer.main.get_command(application))]
     while groups:
         prefix, group = groups.pop()
@@ -30,9 +35,14 @@ def command_helps(application: typer.Typer) -> dict[str, str]:
             commands = [(name, group.get_command(context, name)) for name in names]
         for name, command in commands:
             if not command.hidden:
-                helps[prefix + name] = (command.help or "").strip().partition("\n")[0]
+                found[prefix + name] = command
                 groups.append((f"{prefix}{name} ", command))
-    return helps
+    return found
+
+
+def first_help_lines(application: typer.Typer) -> dict[str, str]:
+    """First help line of every command, by name."""
+    return {name: (each.help or "").strip().partition("\n")[0] for name, each in all_commands(application).items()}
 
 
 def unnamed_commands(names: list[str], page: str) -> list[str]:
@@ -54,13 +64,13 @@ def workplace(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_every_command_has_help() -> None:
     """``ckpt --help`` has a line for every command."""
-    helps = command_helps(app)
+    helps = first_help_lines(app)
     assert helps != {}
     assert [name for name, text in helps.items() if not text] == []
 
 
 def test_readme_python_runs(workplace: tuple[Path, Path]) -> None:
-    """The Python blocks of the README run in a folder that contains ``fixtures``."""
+    """The Python blocks of the README run in a folder that contains ``fixtures``; ``tests/job`` runs those for jobs."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
@@ -72,24 +82,59 @@ def test_readme_python_runs(workplace: tuple[Path, Path]) -> None:
 
 def test_readme_names_every_command() -> None:
     """Every command that is not hidden is in the README, as one types it."""
-    assert unnamed_commands(list(command_helps(app)), README.read_text("utf-8")) == []
+    assert unnamed_commands(list(first_help_lines(app)), README.read_text("utf-8")) == []
 
 
-def test_readme_examples_run(workplace: tuple[Path, Path]) -> None:
-    """Every ``$ ckpt`` line in a console block of the README prints what the block shows."""
-    examples = console_examples(README.read_text("utf-8"), "ckpt")
-    reports = [run_example(example, *workplace) for example in examples]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_run(page: Path, workplace: tuple[Path, Path]) -> None:
+    """Every command in a console block of a page prints what the block shows."""
+    reports = [run_example(example, *workplace) for example in console_examples(page.read_text("utf-8"))]
     assert "\n".join(filter(None, reports)) == ""
 
 
-def test_readme_console_blocks_are_found() -> None:
-    """Every prompt line with ``ckpt`` in the README belongs to an example that is run."""
-    page = README.read_text("utf-8")
-    prompts = [number for number, line in enumerate(page.splitlines(), 1) if line.lstrip().startswith("$ ckpt")]
-    assert [example.line for example in console_examples(page, "ckpt")] == prompts
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_prompts_are_found(page: Path) -> None:
+    """Every line of a page that begins with a prompt belongs to an example that is run."""
+    text = page.read_text("utf-8")
+    prompts = [number for number, line in enumerate(text.splitlines(), 1) if line.lstrip().startswith("$ ")]
+    assert [example.line for example in console_examples(text)] == prompts
 
 
-def test_command_helps_sees_all() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """What a page links to within the repository is there."""
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_options_exist(page: Path) -> None:
+    """Every option that a page writes beside ``ckpt``, or alone in backquotes, is one of some command's."""
+    parameters = [each for command in all_commands(app).values() for each in command.params]
+    known = {name for each in parameters for name in [*each.opts, *each.secondary_opts]}
+    text = page.read_text("utf-8")
+    parts = re.findall(r"^(?:\$ )?ckpt .*|`ckpt [^`]*`|`--[^`]*`", text, re.MULTILINE)
+    named = {option for part in parts for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", part)}
+    assert sorted(named - known - {"--help", "--install-completion"}) == []
+
+
+def test_schemas_are_listed() -> None:
+    """The page for scripts lists each schema that the help of a command names, and no other."""
+    helps = "".join("".join(each.help.split()) for each in all_commands(app).values())
+    others = {"ckpt-tool/error/1", "ckpt-tool/digests/1"}
+    assert set(SCHEMA.findall(JOB_SCRIPTS.read_text("utf-8"))) == {*SCHEMA.findall(helps), *others}
+
+
+def test_kinds_of_errors_are_listed() -> None:
+    """The page for scripts lists each kind of error with its exit status, and no other."""
+    kinds = [getattr(errors, name) for name in errors.__all__ if name != "CkptError"]
+    told = [failure(kind("wrong"))["error"] for kind in kinds]
+    rows = re.findall(r"^\| (`[^|]*) \| (\d) \|", JOB_SCRIPTS.read_text("utf-8"), re.MULTILINE)
+    listed = {(kind, int(status)) for names, status in rows for kind in re.findall(r"`([a-z-]+)`", names)}
+    assert listed == {(error["kind"], error["exit_code"]) for error in told}
+
+
+def test_all_commands_are_seen() -> None:
     """Groups are entered, hidden commands are left out, a missing help is seen."""
     application, group = typer.Typer(), typer.Typer()
     application.add_typer(group, name="cache", help="Caches.")
@@ -104,7 +149,7 @@ def test_command_helps_sees_all() -> None:
     def clear() -> None:
         """Empties it."""
 
-    assert command_helps(application) == {"silent": "", "cache": "Caches.", "cache clear": "Empties it."}
+    assert first_help_lines(application) == {"silent": "", "cache": "Caches.", "cache clear": "Empties it."}
 
 
 def test_unnamed_command_is_seen() -> None:
@@ -123,7 +168,7 @@ $ ckpt inspect a \\
 {
 ...
 }
-$ make test
+$ cp a b
 $ ckpt ls
 ```
 
@@ -136,9 +181,10 @@ error: broken
 
 
 def test_console_examples_are_parsed() -> None:
-    """Only console blocks and only the program's commands count; continuation, status and lines are kept."""
-    assert console_examples(PAGE, "ckpt") == [
+    """Only console blocks count; continuation, status and lines are kept."""
+    assert console_examples(PAGE) == [
         Example("ckpt inspect a \\\n    --json", ("{", "...", "}"), 0, 7),
+        Example("cp a b", (), 0, 12),
         Example("ckpt ls", (), 0, 13),
         Example("ckpt inspect b", (), 0, 17),
         Example("ckpt verify b", ("error: broken",), 3, 18),

@@ -99,7 +99,7 @@ def _usage(error: Exception) -> dict[str, Any] | None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ckpt"
     message = str(describe()).rstrip(".")
-    return _record("usage", message[:1].lower() + message[1:], 2, hint=f"{command} --help")
+    return _record("usage-error", message[:1].lower() + message[1:], 2, hint=f"{command} --help")
 
 
 def _show(record: dict[str, Any], *, as_json: bool) -> None:

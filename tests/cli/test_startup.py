@@ -13,7 +13,7 @@ import typer.main
 
 from ckpt_tool.cli.app import main
 from ckpt_tool.cli.commands import COMMANDS, app
-from tests.test_docs import command_helps
+from tests.test_docs import first_help_lines
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("numpy", "pyarrow", "fsspec", "torch", "rich", "ml_dtypes", "safetensors")
@@ -57,7 +57,7 @@ def test_what_few_calls_need_is_not_loaded(words: str, unneeded: list[str], tmp_
 
 def test_commands() -> None:
     """The commands are these."""
-    assert list(command_helps(app)) == list(COMMANDS)
+    assert list(first_help_lines(app)) == list(COMMANDS)
 
 
 def test_a_command_alone_is_imported() -> None:
