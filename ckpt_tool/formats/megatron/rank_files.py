@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from math import gcd, lcm
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound, Unsupported
@@ -38,6 +39,7 @@ __all__ = [
 MODEL_FILE = "model_optim_rng.pt"
 NEMO_FILE = "model_weights.ckpt"
 OPTIMIZER_FILE = "distrib_optim.pt"
+_MAX_NAMED = 1000  # of the files that are missing: damaged arguments ask for any number
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _NEMO_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 
@@ -160,7 +162,8 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     Raises:
         FormatError: folders of different depth are mixed, or most parts of experts were overwritten on saving.
         LayoutError: a second number can be a stage or an expert-parallel rank, and nothing tells which.
-        NotFound: folders are missing, by the run's arguments or because numbers are left out.
+        NotFound: folders are missing, by the run's arguments or because numbers are left out; it has the files of the
+            first thousand.
     """
     depths = {len(folder.numbers) for folder in folders}
     if len(depths) != 1:
@@ -196,7 +199,7 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     n_absent = pp * n_saving - sum(rank is not None and rank < n_saving for rank in ranks.values())
     if n_absent:
         all_of_them = ((p, rank // etp % ep, rank % tp) for p in range(pp) for rank in range(n_saving))
-        absent = [coord for coord in all_of_them if coord not in coords]
+        absent = list(islice((coord for coord in all_of_them if coord not in coords), _MAX_NAMED))
         stage, expert, tensor = absent[0]
         names = [rank_folder(t, p, e, pp=pp, ep=ep) for p, e, t in absent]
         raise NotFound(
