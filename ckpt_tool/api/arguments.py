@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["check_arguments", "parse_arguments", "parse_facts"]
+__all__ = ["check_arguments", "check_files", "parse_arguments", "parse_facts", "read_option_file"]
 
 
 def check_arguments(**given: tuple[object, Collection[object] | int]) -> None:
@@ -27,6 +28,31 @@ def check_arguments(**given: tuple[object, Collection[object] | int]) -> None:
                 raise UsageError(f"{name} is a whole number, got {value!r}")
             if operator.index(value) < allowed:
                 raise UsageError(f"{name} is at least {allowed}, got {value}")
+
+
+def read_option_file(path: str | os.PathLike[str], name: str) -> str:
+    """The text of a local file that an argument of this name says something with.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8: {error}"
+        raise UsageError(f"the {name} file cannot be read: {why}", where=os.fspath(path)) from error
+
+
+def check_files(**given: str | os.PathLike[str] | None) -> None:
+    """Every file that an argument names can be read, also where a call has no use for it.
+
+    Raises:
+        UsageError: one cannot.
+    """
+    for name, path in given.items():
+        if path is not None:
+            read_option_file(path, name)
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from ckpt_tool.errors import LayoutError, UsageError
+from ckpt_tool.api.arguments import read_option_file
+from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.family import detect_family
 from ckpt_tool.layout.rules import RuleSet, load_rules
 
@@ -17,12 +17,7 @@ def rules_for(
     fqns: Sequence[str], path: str | os.PathLike[str] | None, *, is_optional: bool
 ) -> tuple[RuleSet, tuple[str, ...]]:
     """The user's rules in front of those of the family that the names fit, and how the family was told."""
-    text = ""
-    if path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"the rules file cannot be read: {error.strerror}", where=os.fspath(path)) from error
+    text = "" if path is None else read_option_file(path, "rules")
     source = "rules" if path is None else os.fspath(path)
     try:
         detection = detect_family(fqns)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.api.arguments import check_arguments
+from ckpt_tool.api.arguments import check_arguments, check_files
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.mesh import asked_mesh
 from ckpt_tool.api.convert.selection import select_tensors
@@ -76,6 +76,7 @@ def stream(  # noqa: PLR0913 - the options of a command
         default=(default, (None, "shard0", "replicate")), dp_mode=(dp_mode, ("shard", "replicate")),
         tp=(tp, 1), pp=(pp, 1), dp=(dp, 1), ep=(ep, 1), rank=(rank, 0), memory_budget_bytes=(memory_budget_bytes, 1),
     )  # fmt: skip
+    check_files(rules=rules)
     include, exclude = texts(include), texts(exclude)
     if mesh is not None and (tp, pp, dp, ep) != (1, 1, 1, 1):
         raise UsageError("mesh already names the sizes of all axes", hint="leave out tp, pp, dp and ep")

@@ -86,6 +86,36 @@ def test_arguments_that_mean_nothing(options: dict[str, Any], tmp_path: Path) ->
             ckpt_tool.open(path)
 
 
+@pytest.mark.parametrize("name", ["rules", "naming", "config"])
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_files_that_arguments_name(name: str, content: bytes | None, tmp_path: Path) -> None:
+    """One that is not there, or no text, is refused, also by a conversion that would not have looked at it."""
+    path = tmp_path / "options"
+    if content is not None:
+        path.write_bytes(content)
+    options: dict[str, Any] = {name: path}
+    message = f"{path}: the {name} file cannot be read: {'No such file' if content is None else 'it is no text'}"
+    with pytest.raises(UsageError, match=message):
+        ckpt_tool.reshard(SOURCE, tmp_path / "out", **options)
+    if name == "naming":
+        with pytest.raises(UsageError, match=message):
+            ckpt_tool.export(SOURCE, tmp_path / "out", names="source", **options)
+    if name == "rules":
+        with pytest.raises(UsageError, match=message):
+            next(ckpt_tool.stream(SOURCE, **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{"family": "llama"}, {"facts": {"heads": 4}}, {"true_vocab": 7}, {"naming": Path(__file__)}]
+)
+def test_names_that_are_not_asked_for(options: dict[str, Any], tmp_path: Path) -> None:
+    """What is said of a family's names and would be ignored is refused, with the option that asks for them."""
+    for convert in (ckpt_tool.reshard, ckpt_tool.export):
+        with pytest.raises(UsageError, match="says something of names that are not asked for") as caught:
+            convert(SOURCE, tmp_path / "out", names="source", **options)
+        assert caught.value.hint == "add --names hf"
+
+
 @pytest.mark.parametrize(
     ("target", "hint"),
     [

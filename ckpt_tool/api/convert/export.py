@@ -21,8 +21,9 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     whole_boxes,
 )
-from ckpt_tool.api.convert.hf_names import HfNames, NamesOptions, names_options, with_hf_names
+from ckpt_tool.api.convert.hf_names import HfNames, with_hf_names
 from ckpt_tool.api.convert.names import module_names, renamed
+from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
@@ -129,6 +130,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")
     if share_blocks and to != "safetensors":
         raise UsageError(f"{to} has no header that can be padded", hint="leave out --share-blocks")
+    options = names_options(family, naming, facts, true_vocab)
+    check_asked(options, is_asked=names == "hf")
     check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
@@ -151,8 +154,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         is_whole = not include and not exclude
         named = HfNames(manifest, (), (), (), {})
         if names == "hf":
-            wanted = names_options(family, naming, facts, true_vocab)
-            named = _with_names(checkpoint, manifest, wanted, is_whole=is_whole)
+            named = _with_names(checkpoint, manifest, options, is_whole=is_whole)
         dropped += [*tied_dropped, *named.dropped]
         notes += [*tied_notes, *named.notes]
         blobs: tuple[Blob, ...] = ()

@@ -6,13 +6,13 @@ from the user; each is reported with where it is written.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
+from ckpt_tool.api.convert.names_options import NamesOptions, check_used
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.layout.naming_match import Matched, NamingMatch, choose_naming, match_names
 from ckpt_tool.layout.naming_rules import Naming, load_naming
@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HfNames",
-    "NamesOptions",
     "apply_naming",
-    "check_asked",
-    "check_used",
     "facts_of",
-    "names_options",
     "naming_of",
     "of_model",
     "with_hf_names",
@@ -54,18 +50,6 @@ _RECORDED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NamesOptions:
-    """What the user says of names."""
-
-    family: str = "auto"
-    """``auto``, ``none``, or the family whose names are wanted."""
-    naming: tuple[str, str] | None = None
-    """A file of rules that go before the family's: its path and its text."""
-    facts: Mapping[str, int] | None = None
-    true_vocab: int | None = None
-
-
 @dataclass(frozen=True)
 class HfNames:
     """A manifest under other names, and what was done for it."""
@@ -77,24 +61,6 @@ class HfNames:
     """What each tensor is made of."""
     config: Mapping[str, Any]
     """What belongs into the model's ``config.json``, as far as the source tells; empty where it does not."""
-
-
-def names_options(
-    family: str, naming: str | os.PathLike[str] | None, facts: Mapping[str, int] | None, true_vocab: int | None
-) -> NamesOptions:
-    """Options as commands take them; ``naming`` is the path of a local file.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    if naming is None:
-        return NamesOptions(family, None, facts, true_vocab)
-    path = os.fspath(naming)
-    try:
-        with open(path, encoding="utf-8") as file:
-            return NamesOptions(family, (path, file.read()), facts, true_vocab)
-    except OSError as error:
-        raise UsageError(f"the rules file cannot be read: {error.strerror}", where=path) from error
 
 
 def with_hf_names(
@@ -224,39 +190,6 @@ def naming_of(manifest: Manifest, options: NamesOptions, *, must_fit: bool = Tru
         return found
     own = load_naming(own_text[1], source=own_text[0], base=None if found is None else found.naming)
     return NamingMatch(own, f"rules of {own_text[0]}" + (f", then {found.evidence}" if found else ""))
-
-
-def check_asked(options: NamesOptions, *, is_asked: bool) -> None:
-    """Nothing, where names are asked for, or the user says nothing of them.
-
-    Raises:
-        UsageError: something is said that nobody would look at.
-    """
-    said = [f"--family {options.family}"] if options.family not in ("auto", "none") else []
-    said += [] if options.naming is None else [f"--naming {options.naming[0]}"]
-    said += _given(options)
-    if said and not is_asked:
-        raise UsageError(f"{said[0]} says something of names that are not asked for", hint="add --names hf")
-
-
-def check_used(options: NamesOptions) -> None:
-    """Nothing, where the user says nothing of names; to be asked where no naming is known to take it.
-
-    Raises:
-        UsageError: facts or a number of rows were given.
-    """
-    given = _given(options)
-    if given:
-        raise UsageError(
-            f"{given[0]} says something of a family's names, and none is known to fit",
-            hint="name the family with --family, or give rules with --naming FILE",
-        )
-
-
-def _given(options: NamesOptions) -> list[str]:
-    """Numbers that the user gives, as they are typed."""
-    given = [f"--fact {name}={value}" for name, value in (options.facts or {}).items()]
-    return given + ([] if options.true_vocab is None else [f"--true-vocab {options.true_vocab}"])
 
 
 def facts_of(manifest: Manifest, given: Mapping[str, int], *, whose: str = "the checkpoint") -> dict[str, Fact]:

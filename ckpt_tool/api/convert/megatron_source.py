@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tool.api.arguments import read_option_file
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.megatron_optimizer import megatron_optimizer
@@ -289,10 +290,9 @@ def _config(checkpoint: Checkpoint, options: MegatronOptions) -> tuple[Mapping[s
     """The model's config, and where it was read."""
     if options.config is not None:
         try:
-            with open(options.config, encoding="utf-8") as file:
-                found = json.load(file)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot be read: {error}", where=options.config) from error
+            found = json.loads(read_option_file(options.config, "config"))
+        except json.JSONDecodeError as error:
+            raise UsageError(f"is no JSON: {error}", where=options.config) from error
         if not isinstance(found, dict):
             raise UsageError("expected a JSON object", where=options.config)
         return found, options.config

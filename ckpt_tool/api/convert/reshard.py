@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_tool.api.arguments import check_arguments
+from ckpt_tool.api.arguments import check_arguments, check_files
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.casts import cast_model, cast_notes, wanted_dtype
 from ckpt_tool.api.convert.conversion import (
@@ -18,6 +18,7 @@ from ckpt_tool.api.convert.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
+from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
@@ -147,6 +148,9 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     writer = writer_named(to)
     target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
     _check_fits(to, writer, target_mesh, names=names, rank_state=rank_state, zero_stage=zero_stage)
+    wanted_names = names_options(family, naming, facts, true_vocab)
+    check_asked(wanted_names, is_asked=names == "hf")
+    check_files(rules=rules, config=config)
     check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
@@ -175,7 +179,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             target_mesh,
             options,
             (arguments or {}, None if config is None else os.fspath(config)),
-            (family, naming, facts, true_vocab) if names == "hf" else names,
+            wanted_names if names == "hf" else names,
             is_whole=not include and not exclude,
         )
         manifest, blobs = taken.manifest, taken.blobs
@@ -281,7 +285,7 @@ def _taken(
     mesh: Mesh,
     options: WriterOptions,
     of_megatron: tuple[Mapping[str, Any], str | None],
-    names: tuple[str, str | os.PathLike[str] | None, Mapping[str, int] | None, int | None] | str,
+    names: NamesOptions | str,
     *,
     is_whole: bool,
 ) -> Taken:
@@ -299,10 +303,9 @@ def _taken(
 
         taken = as_fsdp_dtensor(checkpoint, manifest, blobs, is_whole=is_whole)
     else:
-        from ckpt_tool.api.convert.hf_names import names_options
         from ckpt_tool.api.convert.torch_training import as_torch_training
 
-        taken = as_torch_training(checkpoint, manifest, blobs, names_options(*names), is_whole=is_whole)
+        taken = as_torch_training(checkpoint, manifest, blobs, names, is_whole=is_whole)
     if isinstance(writer, ArrangingWriter):
         manifest, blobs = taken.manifest, taken.blobs
         manifest, blobs = as_values(checkpoint, manifest, blobs, writer.values(manifest, blobs))

@@ -14,7 +14,8 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
-from ckpt_tool.api.convert.hf_names import NamesOptions, with_hf_names
+from ckpt_tool.api.convert.hf_names import with_hf_names
+from ckpt_tool.api.convert.names_options import NamesOptions
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.weight_states import (
     MASTER,

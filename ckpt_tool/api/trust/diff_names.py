@@ -10,15 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import Checkpoint
-from ckpt_tool.api.convert.hf_names import (
-    HfNames,
-    NamesOptions,
-    apply_naming,
-    check_used,
-    facts_of,
-    naming_of,
-    of_model,
-)
+from ckpt_tool.api.convert.hf_names import HfNames, apply_naming, facts_of, naming_of, of_model
+from ckpt_tool.api.convert.names_options import NamesOptions, check_used
 from ckpt_tool.api.convert.weight_states import check_is_decoded, state_views, states_of, torch_state
 from ckpt_tool.api.trust.template import is_template
 from ckpt_tool.errors import LayoutError, UsageError

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ckpt_tool.errors import LayoutError
-from ckpt_tool.layout.naming_match import choose_naming
 from ckpt_tool.records import dataclass
 
 __all__ = ["NameHint", "family_hint", "name_hint"]
@@ -77,6 +76,8 @@ def family_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
         a: names that only A has.
         b: names that only B has.
     """
+    from ckpt_tool.layout.naming_match import choose_naming  # only where names meet nothing
+
     said = []
     for label, names in zip("AB", (_some(a), _some(b)), strict=True):
         try:

@@ -13,12 +13,11 @@ from ckpt_tool.dtypes import DTYPES, DType
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
-from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._zip.layout import ZipLayout, item_layout, torch_members
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["ItemKind", "ItemKinds", "foreign_names", "is_writable", "object_item"]
 
@@ -79,14 +78,7 @@ def object_item(blob: Blob, original: bytes | None) -> bytes:
     """
     if original is not None:
         return original
-    if not blob.is_loaded:
-        raise Unsupported(f"the object {blob.fqn!r} was not read, so it cannot be written")
-    held = storages(blob.value)
-    if held:
-        raise Unsupported(
-            f"the object {blob.fqn!r} holds {counted(len(held), 'tensor')} whose bytes are not at hand",
-            hint=f"leave it out with --exclude {shell_word(blob.fqn)}",
-        )
+    check_objects([blob])
     try:
         layout = ZipLayout(torch_members(dump_pickle(blob.value), ()))
     except Unsupported as error:

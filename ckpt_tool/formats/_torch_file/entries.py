@@ -73,6 +73,8 @@ class Entries:
     """Dotted names of dicts with integer keys, which a path cannot tell from lists."""
     attributes: dict[str | int, None] = field(default_factory=dict)
     """Names of Python attributes of tensors that are left out."""
+    unsaved: list[str] = field(default_factory=list)
+    """Dotted names of buffers that a pickled module has and its ``state_dict`` does not."""
 
 
 def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
@@ -80,7 +82,8 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
 
     Sparse, quantized and nested tensors, and wrappers other than DTensor and ShardedTensor, become their parts
     (``weight.indices``, ``weight.values``). Objects of unknown classes become their attributes; of a pickled module
-    only parameters, buffers and submodules are taken, under the names that its ``state_dict`` would give them.
+    only parameters, submodules and the buffers that are saved (``persistent``) are taken, under the names that its
+    ``state_dict`` would give them.
     Python attributes of a tensor are entries where tensors are among them (``weight.quant_state.absmax``).
 
     Args:
@@ -106,6 +109,9 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
     if found.attributes:
         names = ", ".join(map(str, list(found.attributes)[:_SHOWN]))
         found.notes.append(f"Python attributes of tensors are left out: {names}")
+    if found.unsaved:
+        names = ", ".join(found.unsaved[:_SHOWN]) + (" ..." if len(found.unsaved) > _SHOWN else "")
+        found.notes.append(f"buffers that are in no state dict (persistent=False) are left out: {names}")
     if classes:
         found.notes.append(f"pickled objects of {', '.join(classes)}: their tensors are read, their code is not here")
     return found
@@ -123,6 +129,7 @@ def _walk(
             return None
         if isinstance(value, dict) and any(type(key) is int for key in value):
             found.int_keyed.append(".".join(map(str, path)))
+        found.unsaved += [".".join(map(str, (*path, name))) for name in _unsaved(value)]
         note = _note(value, classes)
         if note is not None:
             found.notes.append(f"{'.'.join(map(str, path))!r} {note}")
@@ -195,15 +202,32 @@ def _stub_children(stub: Stub) -> list[tuple[str | int, Any]]:
     state = stub.state
     is_pair = isinstance(state, tuple) and len(state) == 2 and all(part is None or type(part) is dict for part in state)
     states = [part for part in (state if is_pair else (state,)) if isinstance(part, dict)]
-    if states and all(isinstance(states[0].get(key), dict) for key in _MODULE_KEYS):
+    if states and _is_module(states[0]):
+        unsaved = set(_unsaved(stub))
         parts = chain.from_iterable(states[0][key].items() for key in _MODULE_KEYS)
-        return [(_label(key), item) for key, item in parts if item is not None]
+        return [(_label(key), item) for key, item in parts if item is not None and key not in unsaved]
     named = [(_label(key), item) for state in states for key, item in state.items()]
     stored = [(_label(key), item) for key, item in stub.entries]
     # A list's own positions are those of what was appended (deque: arguments and items).
     args = [("args", stub.args)] if stub.args and stub.items else list(enumerate(stub.args))
     other = [] if state is None or states or is_pair else [("state", state)]
     return [*args, *named, *other, *stored, *enumerate(stub.items)]
+
+
+def _is_module(state: dict[Any, Any]) -> bool:
+    """Whether these are the attributes of a ``torch.nn.Module``."""
+    return all(isinstance(state.get(key), dict) for key in _MODULE_KEYS)
+
+
+def _unsaved(value: Any) -> list[str]:
+    """Names of a pickled module's buffers that its ``state_dict`` leaves out (``Module._save_to_state_dict``, 2.13)."""
+    state = value.state if isinstance(value, Stub) else None
+    state = state[0] if isinstance(state, tuple) and state else state
+    if not isinstance(state, dict) or not _is_module(state):
+        return []
+    names = state.get("_non_persistent_buffers_set")
+    names = names if isinstance(names, (set, frozenset)) else ()
+    return [name for name, buffer in state["_buffers"].items() if buffer is not None and name in names]
 
 
 def _note(value: Any, classes: dict[str, None]) -> str | None:

@@ -14,19 +14,18 @@ import numpy as np
 
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.dtypes import DType
-from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._element_types import check_types
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.nodes import Device, OrderedMap, PathText, Size
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
-from ckpt_tool.formats._pickle.walk import storages
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._zip.layout import ZipLayout, torch_members
 from ckpt_tool.formats.base import Segment
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.model import Blob, KeyPath
 from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted, shell_word
+from ckpt_tool.sizes import counted
 
 __all__ = ["Storage", "WrittenFile", "blob_entry", "check_dtypes", "fresh_tensor", "weights_only_notes"]
 
@@ -65,14 +64,7 @@ def blob_entry(blob: Blob) -> tuple[KeyPath, Any]:
     Raises:
         Unsupported: it is not loaded, or has tensors inside, whose bytes are elsewhere.
     """
-    if not blob.is_loaded:
-        raise Unsupported("the object was not loaded, so it cannot be pickled into another file", where=blob.fqn)
-    if storages(blob.value):
-        raise Unsupported(
-            "the object has tensors inside, which stay in their own file",
-            where=blob.fqn,
-            hint=f"leave it out with --exclude {shell_word(blob.fqn)}",
-        )
+    check_objects([blob])
     return blob.path or (blob.fqn,), blob.value
 
 

@@ -14,6 +14,7 @@ from ckpt_tool.formats._dcp.metadata_pickle import WrittenChunk, WrittenChunks, 
 from ckpt_tool.formats._dcp.written_items import object_item
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
 from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import BoxTable, LayOut, Segment, WriteRequest
@@ -64,6 +65,7 @@ class ByteCheckpointWriter(PlainEntries):
             LayoutError: a tensor with elements has no box, or two that begin at the same place.
         """
         check_dtypes(request.tensors)
+        check_objects(request.blobs)
         step = request.info.get("step")
         prefix = f"global_step_{step}/" if type(step) is int else ""
         plan = _Plan(request, prefix)

@@ -23,6 +23,7 @@ from ckpt_tool.formats._dcp.placed_items import (
 )
 from ckpt_tool.formats._dcp.rank_items import items_of_rank
 from ckpt_tool.formats._dcp.written_items import foreign_names, object_item
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats.base import (
     BoxTable,
     LaterSegments,
@@ -143,16 +144,22 @@ def _place_blobs(request: WriteRequest, files: GrowingFiles) -> list[tuple[Blob,
     """Items of objects, the first of each fqn, at the start of rank 0's file."""
     path = _path(0)
     placed: dict[str, tuple[Blob, WrittenItem]] = {}
+    check_objects(request.blobs, {blob.fqn for blob in request.blobs if _original(blob, request) is not None})
     for blob in request.blobs:
         if blob.fqn in placed:
             continue
-        data = object_item(blob, request.blob_bytes.get(blob.fqn) if blob.kind == "torch_save" else None)
+        data = object_item(blob, _original(blob, request))
         item = files.append(path, data)
         where = FileRange(item.path, item.offset, item.length)
         keys = blob.path or (blob.fqn,)
         written = Blob(blob.fqn, "torch_save", where, value=blob.value, path=keys, is_loaded=blob.is_loaded)
         placed[blob.fqn] = (written, item)
     return list(placed.values())
+
+
+def _original(blob: Blob, request: WriteRequest) -> bytes | None:
+    """The whole item of an object as the source has it."""
+    return request.blob_bytes.get(blob.fqn) if blob.kind == "torch_save" else None
 
 
 @dataclass(frozen=True, eq=False)

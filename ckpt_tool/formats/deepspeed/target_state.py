@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.errors import Unsupported
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import blob_entry
 from ckpt_tool.formats.deepspeed.affine import Pair
 from ckpt_tool.formats.deepspeed.vectors import MASTER
@@ -127,11 +128,12 @@ class TargetState:
         self.others += [(meta.path, row) for row, meta in enumerate(tensors) if row not in placed]
         stated = {fqn for states in view.parameters.values() for fqn in states.values()}
         groups = self.groups_name
-        seen: set[str] = set()
+        rest: dict[str, Blob] = {}
         for blob in blobs:
-            if blob.fqn in seen or blob.fqn in stated or blob.fqn == groups or blob.fqn.startswith(f"{groups}."):
-                continue
-            seen.add(blob.fqn)
+            if blob.fqn not in stated and not f"{blob.fqn}.".startswith(f"{groups}."):
+                rest.setdefault(blob.fqn, blob)
+        check_objects(list(rest.values()))
+        for blob in rest.values():
             path, value = blob_entry(blob)
             is_optimizer = bool(self.prefix) and path[: len(self.prefix)] == self.prefix and len(path) > 1
             (self.optimizer if is_optimizer else self.model).append((path[1:] if is_optimizer else path, value))

@@ -9,6 +9,7 @@ from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats._pickle.nodes import Global, Stub
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import blob_entry, fresh_tensor
 from ckpt_tool.formats.base import WriteRequest
 from ckpt_tool.formats.megatron.target_boxes import weight_key
@@ -108,6 +109,7 @@ def target_common(request: WriteRequest, grid: TargetGrid, *, has_rng: bool, ite
         (paths[row], fresh_tensor(key, tensors.dtypes[row], tensors.shape_of(row))) for key, row in enumerate(rows)
     ]
     common = [blob for blob in request.blobs if is_common(blob.fqn, blob.path or (blob.fqn,))]
+    check_objects(common)
     entries += [blob_entry(blob) for blob in common]
     root = nest(entries, int_keyed=request.info.get("int_keyed_dicts", ())) if entries else {}
     args = root.get("args")

@@ -9,6 +9,7 @@ import numpy as np
 from ckpt_tool.errors import LayoutError, Unsupported, UsageError
 from ckpt_tool.formats._torch_file.entries import entries_of
 from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import (
     WrittenFile,
     blob_entry,
@@ -48,6 +49,7 @@ class TorchRanksWriter:
             LayoutError: a tensor has no box, or a rank is outside of the world.
         """
         check_dtypes(request.tensors)
+        check_objects(request.blobs)
         by_rank = _rows_by_rank(request)
         stem = (request.options.file_name or _STEM).removesuffix(".pt")
         if "/" in stem:

@@ -222,6 +222,10 @@ def _lay_out_blobs(request: WriteRequest) -> tuple[tuple[Blob, ...], list[Segmen
     files: list[Segment] = []
     lines: list[bytes] = []
     position = 2  # after "[\n"
+    if len(request.blobs) > len(request.blob_bytes):
+        from ckpt_tool.formats._torch_file.objects import check_objects  # 7 ms, and most need none
+
+        check_objects(request.blobs, request.blob_bytes)
     for blob in request.blobs:
         raw, kind = request.blob_bytes.get(blob.fqn), blob.kind
         if raw is None:
@@ -243,8 +247,6 @@ def _lay_out_blobs(request: WriteRequest) -> tuple[tuple[Blob, ...], list[Segmen
 
 def _plain_line(blob: Blob) -> bytes | None:
     """The object as one line of JSON, None when it is not a plain value."""
-    if not blob.is_loaded:
-        raise Unsupported(f"object {blob.fqn!r} was not loaded, and its original bytes were not given")
     try:
         return json.dumps(to_plain(blob.value, blob.fqn), separators=(",", ":"), allow_nan=False).encode()
     except Unsupported:
@@ -254,14 +256,7 @@ def _plain_line(blob: Blob) -> bytes | None:
 def _pickled(blob: Blob) -> bytes:
     """The object as a pickle, which has no place for what its tensors hold."""
     from ckpt_tool.formats._pickle.dump import dump_pickle  # 7 ms, and most objects are plain values
-    from ckpt_tool.formats._pickle.walk import storages
 
-    held = storages(blob.value)
-    if held:
-        raise Unsupported(
-            f"object {blob.fqn!r} has {counted(len(held), 'tensor')} inside, and its original bytes were not given",
-            hint="leave it out with --exclude, or choose --to dcp, which keeps it as it is",
-        )
     return dump_pickle(blob.value)
 
 

@@ -19,6 +19,7 @@ from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.formats._safetensors.header import build_header, has_type
 from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, check_dtypes, fresh_tensor
 from ckpt_tool.formats._torch_file.written_files import WrittenFiles
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
@@ -52,6 +53,7 @@ class TorchCheckpointingWriter:
             Unsupported: dtypes that safetensors or torch lack, objects that cannot be pickled, names that collide.
             LayoutError: a tensor is cut in a way that no placement describes, or has no box.
         """
+        check_objects(request.blobs)
         plan = _Plan(request)
         stored = [number for held in plan.resharded.values() for number, _ in held]
         if not all(has_type(request.tensors.dtypes[number], request.tensors.shape_of(number)) for number in stored):

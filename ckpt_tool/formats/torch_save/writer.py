@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats._torch_file.nested import nest
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import (
     WrittenFile,
     blob_entry,
@@ -58,6 +59,7 @@ class TorchSaveWriter:
             (meta.path, fresh_tensor(key, meta.dtype, meta.shape)) for key, meta in enumerate(tensors)
         ]
         blobs, n_left_out = _first_blobs(request.blobs)
+        check_objects(blobs)
         values += [blob_entry(blob) for blob in blobs]
         value = nest(values, int_keyed=request.info.get("int_keyed_dicts", ()))
         nbytes = tensors.nbytes.tolist()

@@ -17,6 +17,7 @@ import numpy as np
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats._element_types import check_types
+from ckpt_tool.formats._torch_file.objects import check_objects
 from ckpt_tool.formats._torch_file.written import WrittenFile, blob_entry, weights_only_notes
 from ckpt_tool.formats.base import LayOut, Segment, WriteRequest
 from ckpt_tool.formats.torchsnapshot.tree import CONTAINERS, Leaf, trees
@@ -48,6 +49,7 @@ class TorchSnapshotWriter:
                 contradict each other.
             LayoutError: a tensor has no box, or a rank is outside of the world.
         """
+        check_objects(request.blobs, request.blob_bytes)
         plan = _Plan(request)
         manifest_rows = plan.manifest()
         document = {"version": _VERSION, "world_size": request.world_size, "manifest": manifest_rows}

@@ -263,9 +263,9 @@ def test_objects_that_need_a_word() -> None:
     )
     assert [(blob.fqn, blob.value) for blob in layout.manifest.blobs] == [("n", 1), ("cfg", {"settings": foreign})]
     held = TensorRef(StorageRef(DTYPES["float32"], "0", "cpu", 4), 0, (4,), (1,), DTYPES["float32"])
-    with pytest.raises(Unsupported, match="'x' holds 1 tensor whose bytes are not at hand"):
+    with pytest.raises(Unsupported, match="1 object with tensors inside, whose bytes are not at hand: x"):
         WRITER.lay_out(request(tensors, blobs=(Blob("x", "value", None, value=[held], is_loaded=True),)))
-    with pytest.raises(Unsupported, match="'x' was not read"):
+    with pytest.raises(Unsupported, match="1 object whose value was not loaded: x"):
         WRITER.lay_out(request(tensors, blobs=(Blob("x", "torch_save", None),)))
 
 

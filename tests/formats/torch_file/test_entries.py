@@ -45,6 +45,23 @@ def test_nesting_undoes_entries(tree: dict[str, Any]) -> None:
     assert nest([(entry.path, entry.value) for entry in found.items], int_keyed=found.int_keyed) == tree
 
 
+def module(buffers: dict[str, Any], unsaved: set[str], **modules: Any) -> Any:
+    """A pickled ``torch.nn.Module``."""
+    parts = {"_parameters": {"w": tensor()}, "_buffers": buffers, "_modules": modules}
+    made = Global("my.model", "Net").stub(1)
+    made.state = {"training": True, **parts, "_non_persistent_buffers_set": unsaved}
+    return made
+
+
+def test_buffers_that_no_state_dict_has() -> None:
+    """Of a pickled module those stay out, whatever their module's depth, and a note names them."""
+    inner = module({"mask": tensor("1"), "kept": tensor("2"), "none": None}, {"mask", "none"})
+    found = entries_of({"model": module({"temp": tensor("3")}, {"temp"}, inner=inner)})
+    assert [entry.fqn for entry in found.items] == ["model.w", "model.inner.w", "model.inner.kept"]
+    left = "buffers that are in no state dict (persistent=False) are left out: model.temp, model.inner.mask"
+    assert left in found.notes
+
+
 def test_an_object_that_contains_itself_ends() -> None:
     """A dict inside of itself is entered once."""
     loop: dict[str, Any] = {"w": tensor()}
