@@ -16,6 +16,7 @@ from ckpt_tool.dtypes import DType
 from ckpt_tool.dtypes import dtype as dtype_named
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.frameworks import dtensor, megatron, sharded_tensor
+from ckpt_tool.frameworks.wrapped import with_memory
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
@@ -62,7 +63,7 @@ def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | No
         known: empty, or what calls for other tensors of the state have left in it.
 
     Raises:
-        Unsupported: a tensor that holds no plain strided memory of its own (sparse, quantized, meta), or whose
+        Unsupported: a tensor that holds no plain strided memory of its own (sparse, quantized, meta, freed), or whose
             placement says that its value is still to be reduced.
         LayoutError: the local tensor is not of the size that its placement gives this rank.
     """
@@ -113,9 +114,16 @@ def _dtype_of(kind: torch.dtype) -> DType:
 
 def _plain(view: torch.Tensor, where: str) -> torch.Tensor:
     """``view`` without its history, after a look at what kind of memory it has."""
-    kind = view.device.type
-    if view.layout != torch.strided or view.is_quantized or kind == "meta" or view.is_neg():
-        kind = kind if kind == "meta" else str(view.layout)
-        hint = "give it memory with to_empty(device=...)" if kind == "meta" else None
-        raise Unsupported(f"a {kind} tensor has no memory that could be filled", where=where, hint=hint)
+    view = with_memory(view, where)
+    kind, hint = "", None
+    if view.device.type == "meta":
+        kind, hint = "meta", "give it memory with to_empty(device=...)"
+    elif view.layout != torch.strided:
+        kind, hint = str(view.layout).removeprefix("torch."), "to_dense() gives one that has"
+    elif view.is_quantized:
+        kind, hint = "quantized", "dequantize() gives one that has, int_repr() its numbers"
+    elif view.is_neg():
+        kind, hint = "negated", "resolve_neg() gives one that has"
+    if kind:
+        raise Unsupported(f"a {kind} tensor has no memory of plain elements", where=where, hint=hint)
     return view.detach()

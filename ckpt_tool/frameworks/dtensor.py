@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ckpt_tool.errors import LayoutError, Unsupported
+from ckpt_tool.frameworks.wrapped import with_memory
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.grid import Interval, PlacementSpec, cut_order, interval_boxes, placement_intervals
 
@@ -43,11 +44,10 @@ def parts_of(value: Any, *, where: str, known: Known) -> list[tuple[Box, torch.T
     """``(box in global coordinates, view of the local tensor)`` for each box that this rank holds. Without gradients.
 
     Raises:
-        Unsupported: a placement whose values are partial sums.
+        Unsupported: a placement whose values are partial sums, or a local tensor without memory of its own.
         LayoutError: the local tensor is not of the size that the placements give.
     """
-    local = value.to_local()
-    local = getattr(local, "elem", local)
+    local = with_memory(value.to_local(), where)
     key = (id(value.device_mesh), value.placements, tuple(value.shape), tuple(local.shape))
     held = known.get(key)
     if held is None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import Unsupported, UsageError
 from ckpt_tool.frameworks import dtensor, megatron
 from ckpt_tool.frameworks.boxes import Leaf, Part, megatron_leaf, tensor_leaf
+from ckpt_tool.frameworks.wrapped import with_memory
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass, field
@@ -104,7 +105,10 @@ class HeldStates:
                 if mark is None:
                     values.append(leaf)
                     continue
-                found = _mark(leaf)
+                try:
+                    found = _mark(leaf)
+                except Unsupported:  # said with its name where the state is taken apart
+                    return None
                 if found is None or found[1] != mark[0]:
                     return None
                 if mark[1]:
@@ -234,11 +238,11 @@ def _name(keys: tuple[Any, ...], value: Any, flat: _Flat) -> None:
 def _mark(value: Any) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
     """The local memory of a plain tensor or a DTensor, and all that its boxes and its order of memory come from."""
     if type(value) in _PLAIN_TYPES:
+        value = with_memory(value, "")
         return value, (value.shape, value.stride(), value.dtype, value.layout, value.device)
     if not dtensor.is_dtensor(value):
         return None
-    local = value.to_local()
-    local = getattr(local, "elem", local)
+    local = with_memory(value.to_local(), "")
     return local, (
         value.device_mesh,
         value.placements,

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ckpt_tool.errors import Unsupported
+
 __all__ = ["HostMemory", "TensorMemory", "memory_of"]
 
 _BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -50,6 +52,16 @@ class TensorMemory:
         self._bits[index].copy_(torch.from_numpy(packed.reshape(elements.shape)))
 
 
-def memory_of(view: torch.Tensor) -> HostMemory | TensorMemory:
-    """The memory of ``view``, which stays shared with it."""
+def memory_of(view: torch.Tensor, where: str) -> HostMemory | TensorMemory:
+    """The memory of ``view``, which stays shared with it.
+
+    Raises:
+        Unsupported: putting elements there would not make ``view`` have them.
+    """
+    if view.is_conj():
+        hint = "resolve_conj() gives one that can"
+        raise Unsupported("a conjugated view cannot be filled", where=where, hint=hint)
+    if any(not stride and size > 1 for stride, size in zip(view.stride(), view.shape, strict=True)):
+        hint = "clone() gives one that can"
+        raise Unsupported("an expanded view, whose elements share memory, cannot be filled", where=where, hint=hint)
     return HostMemory(view) if view.device.type == "cpu" else TensorMemory(view)

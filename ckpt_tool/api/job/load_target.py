@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, match_tensors
 from ckpt_tool.engine.landing import Landing, Memory, box_rows
+from ckpt_tool.errors import Unsupported
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Memories", "StateKey", "Target", "matched", "memories_of", "state_key", "target_of"]
 
 StateKey: TypeAlias = tuple[Any, ...]
-Memories: TypeAlias = list[list[Memory]]
+Memories: TypeAlias = list[list[Memory | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +40,40 @@ class Target:
         return [problem for problem in self.match.problems if strict or problem.kind != "missing"]
 
     def landings(self, live: LiveState, memories: Memories | None = None) -> dict[int, Landing]:
-        """The memory of ``live`` that ``places`` are, by position; ``live`` must have the structure of this target."""
+        """The memory of ``live`` that ``places`` are, by position; ``live`` must have the structure of this target.
+
+        Raises:
+            Unsupported: memory that cannot be filled.
+        """
         from ckpt_tool.frameworks.memory import memory_of
 
         found: dict[int, Landing] = {}
         for number, (leaf_number, position, row, box) in enumerate(self.places):
             leaf = live.leaves[leaf_number]
             part = leaf.parts[position]
-            memory: Memory
-            if part.box.sizes != box.sizes:
-                memory = memory_of(part.view[tuple([slice(size) for size in box.sizes])])
-            else:
-                memory = memory_of(part.view) if memories is None else memories[leaf_number][position]
+            memory = None if memories is None or part.box.sizes != box.sizes else memories[leaf_number][position]
+            if memory is None:
+                cut = tuple([slice(size) for size in box.sizes])
+                memory = memory_of(part.view if part.box.sizes == box.sizes else part.view[cut], leaf.fqn)
             found[number] = Landing(row, box, leaf.dtype, memory)
         return found
 
 
 def memories_of(live: LiveState) -> Memories:
-    """The memory of each part of each leaf, for `Target.landings`: what can be done before any checkpoint is known."""
+    """The memory of each part of each leaf, for `Target.landings`: what can be done before any checkpoint is known.
+
+    None for what cannot be filled, which is no failure where no checkpoint has it.
+    """
+    return [[_memory(part.view, leaf.fqn) for part in leaf.parts] for leaf in live.leaves]
+
+
+def _memory(view: Any, where: str) -> Memory | None:
     from ckpt_tool.frameworks.memory import memory_of
 
-    return [[memory_of(part.view) for part in leaf.parts] for leaf in live.leaves]
+    try:
+        return memory_of(view, where)
+    except Unsupported:
+        return None
 
 
 def state_key(live: LiveState) -> StateKey:
