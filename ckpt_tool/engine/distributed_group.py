@@ -28,6 +28,8 @@ _MAX_TEXT_BYTES = 1 << 20
 _HEAD_BYTES = 128 << 10  # of a broadcast whose length only the first rank knows; most end within it
 _FEW_NUMBERS = 2_048  # go with the number of rows that follow: most states have few boxes
 _FEW_NUMBERS_OF_ALL = 1 << 18
+_LOOK_S = 0.05  # between two looks whether the others are alive
+_POLL_S = 5e-5
 _SOURCE_LINE = re.compile(r"^\[[^\]]*\] *")  # that gloo puts in front of what it says
 _KINDS: dict[str, type[CkptError]] = {
     kind.__name__: kind for child in CkptError.__subclasses__() for kind in (child, *child.__subclasses__())
@@ -52,9 +54,7 @@ class Group:
         """torch's object, for what is kept as long as it lives; None without torch.distributed."""
         self._roll_call = RollCall(self.process_group, self.rank, self.size) if self.size > 1 else None
         self._root = dist.get_global_rank(process_group, 0) if is_joined and process_group is not None else 0
-        self.device = torch.device("cpu")
-        if is_joined and "cpu" not in str(dist.get_backend_config(process_group)):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _device_of(self.process_group) if is_joined else torch.device("cpu")
 
     @property
     def backend(self) -> str:
@@ -223,9 +223,27 @@ class Group:
         if work is None:
             return
         try:
+            if self.device.type != "cpu":
+                self._look_after(work)
             work.wait(self._timeout)
         except RuntimeError as error:  # what torch raises for a timeout as well as for a peer that has gone
             raise self.lost(_SOURCE_LINE.sub("", str(error).splitlines()[0])) from error
+
+    def _look_after(self, work: Any) -> None:
+        """Return when ``work`` has ended, or its time is over.
+
+        A transport of host memory hears of a rank that ends. One of devices does not: it waits all its time.
+
+        Raises:
+            StorageError: a rank of this host has ended meanwhile.
+        """
+        begun = looked = time.monotonic()
+        while not work.is_completed() and (now := time.monotonic()) - begun < self.timeout_s:
+            if now - looked > _LOOK_S and self._roll_call is not None:
+                looked = now
+                if self._roll_call.ended():
+                    raise self.lost("a collective has not ended")
+            time.sleep(_POLL_S)
 
     def watch(self, ended: Callable[[], Sequence[int]]) -> None:
         """Have ``ended`` asked, when something fails, which ranks are known to be gone."""
@@ -237,6 +255,18 @@ class Group:
         cause = said if self._roll_call is None else self._roll_call.cause(said, self.timeout_s)
         hint = "look for the first error in the other ranks' output"
         return StorageError(f"rank {self.rank} of {self.size} cannot go on: {cause}", hint=hint)
+
+
+def _device_of(process_group: Any) -> torch.device:
+    """Where the tensors of a group's collectives are to be: in host memory where it takes that.
+
+    Else on the device that the group is bound to (``init_process_group(device_id=...)``), or this thread's current one.
+    """
+    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(process_group)).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    bound = getattr(process_group, "bound_device_id", None)
+    return bound or torch.device(kinds[0], getattr(torch, kinds[0]).current_device())
 
 
 def _described(error: BaseException) -> str:

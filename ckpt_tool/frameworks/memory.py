@@ -40,9 +40,14 @@ class TensorMemory:
     array: npt.NDArray[Any] | None = None
 
     def __init__(self, view: torch.Tensor) -> None:
-        if view.is_cuda:
-            torch.cuda.current_stream(view.device).synchronize()
+        self._device = view.device
+        self._await_stream()
         self._bits = view.view(_BY_WIDTH[view.element_size()])
+
+    def _await_stream(self) -> None:
+        """Return when this thread's stream has done what it was told."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
         """Set the elements at ``index``; ``elements`` are numbers of the same width."""
@@ -50,6 +55,9 @@ class TensorMemory:
         if packed.dtype.kind == "u" and packed.itemsize > 1:
             packed = packed.view(f"i{packed.itemsize}")
         self._bits[index].copy_(torch.from_numpy(packed.reshape(elements.shape)))
+        # What is strided there comes in one run and is spread by a kernel, for which such a copy does not wait; the
+        # training's stream need not wait for the one of a thread that reads.
+        self._await_stream()
 
 
 def memory_of(view: torch.Tensor, where: str) -> HostMemory | TensorMemory:

@@ -70,6 +70,22 @@ def test_memory_of_any_strides(saved: Path) -> None:
     assert half.cpu().equal(TRUTH["f32"].half())
 
 
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_a_training_with_a_stream_of_its_own(tmp_path: Path, n_workers: int) -> None:
+    """What it had told the stream comes first, and what it tells next finds all elements, strided ones too."""
+    whole = torch.randn(4000, 2500)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    expected = whole.cuda()
+    for state in (torch.zeros(4000, 2500, device="cuda"), torch.zeros(2500, 4000, device="cuda").t()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(100):
+                state.sub_(1)
+            ckpt_tool.load({"w": state}, tmp_path / "model.safetensors", n_workers=n_workers)
+            is_there = state.eq(expected).all()
+        assert is_there.item()
+
+
 def test_small_buffers(tmp_path: Path) -> None:
     """A tensor far larger than the budget passes through buffers of it."""
     whole = torch.randn(256, 1024)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +18,8 @@ from safetensors.torch import save_file
 
 import ckpt_tool
 from ckpt_tool.api.job.saver import Saver
-from ckpt_tool.engine.distributed_group import Group
+from ckpt_tool.engine.distributed_group import Group, _device_of
+from ckpt_tool.errors import StorageError
 from tests.job import workers
 from tests.job.pretended_cuda import OnDevice, on_device, pretended_cuda
 from tests.job.test_save_alone import save
@@ -21,60 +27,93 @@ from tests.job.test_save_alone import save
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
+@pytest.fixture
+def saver() -> Iterator[Saver]:
+    """To be closed within the block that pretends, for what it unpins then."""
+    made = Saver()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_save_from_two_devices(tmp_path: Path, overlap: bool) -> None:
-    """Each device copies on a stream of its own, behind what it had been told; staged is what has been reached."""
+def test_a_save_from_two_devices(tmp_path: Path, saver: Saver, overlap: bool) -> None:
+    """What training has told its devices before the call is in a save; what it does once that is staged is not."""
     whole = torch.randn(30, 20)
     wave = torch.complex(whole, whole + 1)
-    state = {
-        "first": on_device(whole.clone()), "second": on_device(whole.t().clone(), 1), "host": whole.clone(),
-        "fp8": on_device(whole.to(torch.float8_e4m3fn)), "turned": on_device(wave.conj()),
-        "gaps": on_device(whole[:, ::2]),
+    host = {
+        "first": whole.clone(), "second": whole.t().clone(), "host": whole.clone(), "turned": wave.conj(),
+        "fp8": whole.to(torch.float8_e4m3fn), "gaps": whole.clone()[:, ::2],
     }  # fmt: skip
-    saver = Saver()
+    number_of = {"first": 0, "second": 1, "fp8": 0, "turned": 0, "gaps": 0}
+    state = {name: on_device(tensor, number_of[name]) if name in number_of else tensor for name, tensor in host.items()}
     with pretended_cuda() as told:
         for number in range(3):  # both arenas, and one again
+            for name in ("first", "second", "gaps"):
+                kernel = partial(host[name].fill_, number + 1)
+                torch.cuda.current_stream(torch.device("cuda", number_of[name])).do(kernel)
+            told.clear()
             handle = save(saver, state, tmp_path / str(number), overlap_staging=overlap)
             handle.wait_staged()
-            told.append(("staged",))
+            for name in ("first", "second", "gaps"):
+                host[name].fill_(-1)
             handle.wait()
-        saver.close()
+            copies = sorted((stream is not None, n, is_async) for kind, stream, n, is_async in _copies(told))
+            assert copies == [(False, 1, False), (True, 1, True), (True, 4, True)]
     for number in range(3):
-        found: dict[str, Any] = {
-            "first": torch.zeros(30, 20), "second": torch.zeros(20, 30), "host": torch.zeros(30, 20),
-            "fp8": torch.zeros(30, 20, dtype=torch.float8_e4m3fn), "turned": torch.zeros_like(wave),
-            "gaps": torch.zeros(30, 10),
-        }  # fmt: skip
+        found: dict[str, Any] = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in host.items()}
         ckpt_tool.load(found, tmp_path / str(number))
-        for name, tensor in state.items():
-            assert bits(found[name]) == bits(tensor), name
+        assert all(found[name].eq(number + 1).all() for name in ("first", "second", "gaps"))
+        assert [name for name in ("host", "turned", "fp8") if bits(found[name]) != bits(host[name])] == []
+
+
+def _copies(told: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [entry for entry in told if entry[0] == "copy"]
+
+
+def test_pages_are_locked_for_all_devices(tmp_path: Path) -> None:
+    """Once for each arena, and given back when the saver ends."""
+    with pretended_cuda() as told:
+        saver = Saver()
+        for number in range(3):
+            save(saver, {"w": on_device(torch.ones(9))}, tmp_path / str(number)).wait()
+        saver.close()
     pins = [entry for entry in told if entry[0] == "pin"]
-    assert len(pins) == 2
+    assert [(nbytes > 0, flags) for _, _, nbytes, flags in pins] == [(True, 1)] * 2  # cudaHostRegisterPortable
     assert [("unpin", address) for _, address, _, _ in pins] == [entry for entry in told if entry[0] == "unpin"]
-    ends = [at for at, entry in enumerate(told) if entry == ("staged",)]
-    for begin, end in zip([0, *ends], ends, strict=False):
-        check_staging([entry for entry in told[begin:end] if entry[0] not in {"pin", "staged"}])
 
 
-def check_staging(told: list[tuple[Any, ...]]) -> None:
-    """One save's copies, in the order in which the devices were told."""
-    copies = [entry for entry in told if entry[0] == "copy"]
-    assert sorted((name is not None, n, is_async) for _, name, n, is_async in copies) == [
-        (False, 1, False), (True, 1, True), (True, 4, True)
-    ]  # fmt: skip
-    for _, stream, _, _ in copies:
-        if stream is not None:
-            device = stream.partition(" of ")[2]
-            before = ("record", f"training of {device}")
-            steps = [each for each in told if each == before or (stream in each and each[0] != "resolve")]
-            assert [entry[0] for entry in steps] == ["record", "wait", "copy", "record", "reached"]
-            assert steps[1] == ("wait", stream, f"training of {device}")
-    kernels = [entry for entry in told if entry[0] == "resolve"]
-    assert {entry[1] for entry in kernels} == {name for _, name, n, _ in copies if n == 4}
+def test_pages_that_cannot_be_locked(tmp_path: Path, saver: Saver) -> None:
+    """The save goes on without, and no kernel of the training is blamed for the runtime's error."""
+    with pretended_cuda(pin_error=712) as told:
+        save(saver, {"w": on_device(torch.ones(9))}, tmp_path / "s").wait()
+        assert int(torch.zeros(1, device=torch.device("cuda", 0))) == 0
+        saver.close()
+    assert [entry[0] for entry in told if entry[0] in {"pin", "unpin"}] == ["pin"]
+    found = torch.zeros(9)
+    ckpt_tool.load({"w": found}, tmp_path / "s")
+    assert found.eq(1).all()
 
 
-def test_a_load_into_a_device(tmp_path: Path) -> None:
-    """Elements arrive by copies, in any strides and types, after what the training's stream was told before."""
+def test_a_copy_that_fails(tmp_path: Path, saver: Saver) -> None:
+    """The call raises when no other copy goes into the arena any more, and the next save works."""
+    state = {"a": on_device(torch.ones(5)), "b": on_device(torch.ones(5), 1)}
+    with pretended_cuda() as told:
+        works = torch._foreach_copy_
+
+        def fails(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+            works(targets, sources, non_blocking)
+            if sources[0].device.index == 1:
+                raise RuntimeError("CUDA out of memory")
+
+        with patch.object(torch, "_foreach_copy_", fails), pytest.raises(RuntimeError, match="out of memory"):
+            save(saver, state, tmp_path / "bad")
+        assert {entry[1] for entry in told if entry[0] == "reached"} == {stream for _, stream, _, _ in _copies(told)}
+        save(saver, state, tmp_path / "good").wait()
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_load_into_devices(tmp_path: Path) -> None:
+    """Elements arrive in any strides and types; what lies between is not touched."""
     whole = torch.arange(48.0).reshape(6, 8)
     saved = {"a": whole, "b": whole.to(torch.bfloat16), "c": whole.clone(), "d": whole.long()}
     save_file(saved, tmp_path / "m.safetensors")
@@ -83,7 +122,7 @@ def test_a_load_into_a_device(tmp_path: Path) -> None:
         "a": base[:, ::2].t(), "b": on_device(torch.zeros(6, 8, dtype=torch.bfloat16)),
         "c": on_device(torch.zeros(6, 8, dtype=torch.float16), 1), "d": on_device(torch.zeros(6, 8, dtype=torch.int64)),
     }  # fmt: skip
-    with pretended_cuda() as told:
+    with pretended_cuda():
         report = ckpt_tool.load(state, tmp_path / "m.safetensors", cast=True, memory_budget_bytes=64 << 10)
     assert report.n_tensors == 4
     assert state["a"].cpu().equal(whole)
@@ -91,7 +130,23 @@ def test_a_load_into_a_device(tmp_path: Path) -> None:
     assert state["b"].cpu().equal(whole.to(torch.bfloat16))
     assert state["c"].cpu().equal(whole.half())
     assert state["d"].cpu().equal(whole.long())
-    assert {("synchronize", f"training of cuda:{number}") for number in range(2)} <= set(told)
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+@pytest.mark.parametrize("is_strided", [True, False])
+def test_a_load_between_what_training_does(tmp_path: Path, n_workers: int, is_strided: bool) -> None:
+    """What training had told its stream before comes first, and all elements are there when the call returns."""
+    whole = torch.arange(5_000_000.0).reshape(2500, 2000)
+    save_file({"w": whole}, tmp_path / "m.safetensors")
+    memory = torch.zeros(2000, 2500) if is_strided else torch.zeros(2500, 2000)
+    state = on_device(memory.t() if is_strided else memory)
+    with pretended_cuda():
+        stream = torch.cuda.current_stream(state.device)
+        stream.do(partial(memory.fill_, -1))
+        ckpt_tool.load({"w": state}, tmp_path / "m.safetensors", n_workers=n_workers)
+        assert state.cpu().equal(whole)
+        stream.synchronize()
+        assert state.cpu().equal(whole)
 
 
 @pytest.mark.dist
@@ -120,6 +175,45 @@ def exchanging(rank: int, size: int, rendezvous: str, out: str) -> None:
         found = {"device": group.device.type, "different": different, "n_pinned": told.count(("pinned",))}
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_rank_that_ends_while_a_device_waits(tmp_path: Path) -> None:
+    """Who waits for a collective of a device looks whether the others of its host are there, and names who is not."""
+    workers.start(waiting, 2, tmp_path)
+    took, text = json.loads((tmp_path / "0.json").read_text(encoding="utf-8"))
+    assert text == "rank 0 of 2 cannot go on: rank 1 has ended"
+    assert took < 30
+
+
+def waiting(rank: int, size: int, rendezvous: str, out: str) -> None:
+    """The first rank waits for what never comes."""
+    with workers.joined(rank, size, rendezvous), pretended_cuda():
+        group = Group(timeout_s=60)
+        if rank == 0:
+            group.watch(lambda: [1])
+            begun = time.monotonic()
+            with pytest.raises(StorageError) as raised:
+                group._wait(SimpleNamespace(is_completed=lambda: False))
+            found = (time.monotonic() - begun, raised.value.message)
+            Path(f"{out}/0.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "bound", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", None, "cpu"), ("cpu:gloo,cuda:nccl", "cuda:3", "cpu"), ("cuda:nccl", "cuda:3", "cuda:3"),
+        ("cuda:nccl", None, "cuda:0"), ("xpu:xccl", None, "xpu:1"),
+    ],
+)  # fmt: skip
+def test_the_device_of_a_group(config: str, bound: str | None, expected: str) -> None:
+    """Host memory where it goes through that, else what the group is bound to, or this thread's current device."""
+    group = SimpleNamespace(bound_device_id=None if bound is None else torch.device(bound))
+    with (
+        pretended_cuda(), patch.object(dist, "get_backend_config", lambda _: config),
+        patch.object(torch.xpu, "current_device", lambda: 1),
+    ):  # fmt: skip
+        assert _device_of(group) == torch.device(expected)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

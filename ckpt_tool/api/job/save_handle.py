@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from ckpt_tool.engine.save.log import Operation, OperationLog
@@ -65,9 +65,17 @@ class SaveHandle:
         """Return when the state may be changed.
 
         Raises:
-            CkptError: this rank could not stage.
+            BaseException: this rank could not stage, by whatever torch raised.
         """
-        self._staged.result()
+        try:
+            self._staged.result()
+        except BaseException:
+            self.is_looked_at = True
+            raise
+
+    def await_staging(self) -> None:
+        """Return when nothing is copied any more, well or not."""
+        wait([self._staged])
 
     def done(self) -> bool:
         """Whether the save has ended, well or not; does not wait."""

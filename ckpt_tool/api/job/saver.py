@@ -114,7 +114,7 @@ class Saver:
             self._thread.submit(self._stage, stager, held.views, ready, clock, staged)
         else:
             self._stage(stager, held.views, ready, clock, staged)
-            staged.result()
+            handle.wait_staged()
         if not async_:
             handle.wait()
         return handle
@@ -135,10 +135,10 @@ class Saver:
         if self._is_closed:
             return
         for handle in self._handles if wait else ():
-            with suppress(CkptError):
-                looked_at = handle.is_looked_at
+            looked_at = handle.is_looked_at
+            with suppress(Exception):  # told below, or raised already
                 handle.wait()
-                handle.is_looked_at = looked_at
+            handle.is_looked_at = looked_at
         self._tell_of_failures()
         self._is_closed = True
         self._thread.shutdown()
@@ -199,7 +199,7 @@ class Saver:
     def _await_arena(self, number: int, timeout_s: float) -> None:
         """Wait until the arena is free: a save before the last one may still be written from it."""
         for handle in self._handles:
-            handle.wait_staged()
+            handle.await_staging()
         if not self._running().await_arena(number, 0.0):
             self._running().hurry(self._number)
             if not self._running().await_arena(number, timeout_s):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ _COPIED = frozenset(
     | {torch.int8, torch.int16, torch.complex64, torch.complex128}
 )
 """Types that every copy kernel knows; others are copied as integers of their width."""
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 _BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -77,12 +79,19 @@ def dense_strides(view: torch.Tensor) -> tuple[int, ...] | None:
 
 def pin(arena: Arena, views: Sequence[torch.Tensor]) -> None:
     """Lock an arena's pages, without which copies from a CUDA device are slow, if some of ``views`` lie on one."""
-    if arena.release is not None or not any(view.is_cuda for view in views):
+    device = next((view.device for view in views if view.is_cuda), None)
+    if arena.release is not None or device is None:
         return
     address = torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, arena.nbytes, 0)) == 0:
-        arena.release = lambda: runtime.cudaHostUnregister(address)
+    with torch.cuda.device(device):  # which has a context already; where none is set, the first one would get another
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(address, arena.nbytes, _FOR_ALL_DEVICES)) == 0:
+            arena.release = lambda: runtime.cudaHostUnregister(address)
+            return
+        # The runtime keeps the error until somebody asks for the last one, as the training's next kernel would, and
+        # torch would blame that. A kernel of our own takes it; the arena stays as it is, and copies take longer.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device).fill_(1)
 
 
 class Stager:
@@ -125,7 +134,17 @@ class Stager:
         self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def start(self, views: Sequence[torch.Tensor]) -> None:
-        """Copy ``views``, one per box of the structure; on CUDA devices the copies are only begun."""
+        """Copy ``views``, one per box of the structure; on CUDA devices the copies are only begun.
+
+        When it fails, none is under way any more.
+        """
+        try:
+            self._start(views)
+        except BaseException:
+            self.wait()  # another save may be given the arena next
+            raise
+
+    def _start(self, views: Sequence[torch.Tensor]) -> None:
         if not self._rows:
             return
         pairs: dict[torch.device | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -149,14 +168,14 @@ class Stager:
             stream.wait_event(self._before[device])
         with torch.cuda.device(device), torch.cuda.stream(stream):
             sources = _plain(sources)  # here, for what is conjugated is so by a kernel of this stream
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        self._events.append(event)
-        self._held += sources  # their memory is not to be used again before the copies end
+            self._held += sources  # their memory is not to be used again before the copies end
+            try:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            finally:  # some may be under way when another has failed
+                self._events.append(stream.record_event(torch.cuda.Event(blocking=True)))
 
     def wait(self) -> None:
-        """Return when the copies are there."""
+        """Return when the copies are there; sleeps meanwhile, so that no core is taken from who feeds the devices."""
         for event in self._events:
             event.synchronize()
         self._events, self._held = [], []
