@@ -102,8 +102,6 @@ class Inspection:
     world_size: int | None
     has_shards: bool
     """Whether exact positions of chunks were asked for."""
-    has_objects: bool
-    """Whether values of objects were asked for."""
 
     @property
     def format(self) -> str:
@@ -309,7 +307,6 @@ def inspect(
             step=step,
             world_size=stated if isinstance(stated, int) else _writers(everything),
             has_shards=shards,
-            has_objects=objects,
         )
 
 

@@ -10,15 +10,12 @@ import io
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ckpt_tool.errors import StorageError
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["Handle", "Handles", "Loan"]
-
-IOV_MAX = 1024
-"""Buffers that one pwritev takes (Linux ``UIO_MAXIOV``; POSIX promises 16, all current systems give 1,024)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,24 +70,6 @@ class Handle:
                     self.file.seek(offset + done)
                     n = self.file.write(buffer[done:])
             done += _some(n)
-
-    def writev_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write ``buffers`` one after another from ``offset``, gathered into few calls."""
-        if not hasattr(os, "pwritev"):
-            for buffer in buffers:
-                self.write_at(offset, buffer)
-                offset += len(buffer)
-            return
-        pending = [buffer for buffer in buffers if len(buffer)]
-        first = 0
-        while first < len(pending):
-            n = _some(os.pwritev(self.file.fileno(), pending[first : first + IOV_MAX], offset))
-            offset += n
-            while first < len(pending) and n >= len(pending[first]):
-                n -= len(pending[first])
-                first += 1
-            if n:
-                pending[first] = pending[first][n:]
 
 
 def _some(n: int) -> int:

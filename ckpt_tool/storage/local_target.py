@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.fetch import fetch_all
@@ -196,18 +196,6 @@ class LocalTarget:
                     start_writeback(handle.file.fileno(), offset, len(view))
         except OSError as error:
             raise self._failure(error, f"{path!r} cannot be written", needed=len(view)) from error
-        self.note_written(path)
-
-    def writev(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Write ``buffers`` one after another from ``offset``; one system call for each 1,024."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        nbytes = sum(len(view) for view in views)
-        self._check_extent(path, offset, nbytes)
-        try:
-            with self._handles.borrow(path) as handle:
-                handle.writev_at(offset, views)
-        except OSError as error:
-            raise self._failure(error, f"{path!r} cannot be written", needed=nbytes) from error
         self.note_written(path)
 
     def note_written(self, *paths: str) -> None:

@@ -169,12 +169,6 @@ class PartTarget:
         with _resumable():
             self._uploads.append(file, view, n_files=len(self._files))
 
-    def writev(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
-        """Append ``buffers`` one after another."""
-        for buffer in buffers:
-            self.write(path, offset, buffer)
-            offset += memoryview(buffer).nbytes
-
     def flush(self) -> None:
         """Wait until all parts that were full are in the storage."""
         with _resumable():

@@ -7,7 +7,6 @@ that makes the target a checkpoint is uploaded last. Knows nothing of what the f
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -145,12 +144,6 @@ class StreamTarget:
             upload.position = end
             if end == upload.nbytes and not upload.is_last:
                 self._complete(upload)
-
-    def writev(self, path: str, offset: int, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Append ``buffers`` one after another."""
-        for buffer in buffers:
-            self.write(path, offset, buffer)
-            offset += memoryview(buffer).nbytes
 
     def flush(self) -> None:
         """Do nothing: an upload becomes durable as a whole, when it is complete."""

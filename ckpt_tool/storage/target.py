@@ -6,7 +6,6 @@ Knows paths and sizes below one final name; what the files mean is not its busin
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Protocol
 
 from ckpt_tool.errors import UsageError
@@ -33,7 +32,7 @@ class Log(Protocol):
 
 
 class Target(Protocol):
-    """Where a checkpoint is written to. ``write`` and ``writev`` may be called from several threads.
+    """Where a checkpoint is written to. ``write`` may be called from several threads.
 
     Call ``create`` for every file before it is written, then ``commit`` once, or ``abandon``.
     """
@@ -66,10 +65,6 @@ class Target(Protocol):
 
     def write(self, path: str, offset: int, buffer: Bytes) -> None:
         """Write all of ``buffer`` at ``offset`` of a created file."""
-        ...
-
-    def writev(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
-        """Write ``buffers`` one after another from ``offset`` of a created file."""
         ...
 
     def flush(self) -> None:

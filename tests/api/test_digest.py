@@ -25,8 +25,8 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.recording import RecordingStore
 from tests.reports.made import put
+from tests.storage.recording import RecordingStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FSDP = FIXTURES / "torch/dcp_fsdp2_4r_fp32/ckpt"

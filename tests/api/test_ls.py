@@ -14,10 +14,10 @@ from ckpt_tool.api.runs.ls import RunListing, ls
 from ckpt_tool.api.runs.names import step_name
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.recording import RecordingStore
 from tests.api.runs import ACCELERATE, DEEPSPEED, FIXTURES, HF, TITAN, VERL, copied, titan
 from tests.formats.zoo import CHECKPOINTS
 from tests.reports.made import put
+from tests.storage.recording import RecordingStore
 
 
 def states(found: RunListing) -> dict[str, tuple[str, ...]]:

@@ -52,7 +52,7 @@ READ = """
 import json, resource, sys, time
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing
 
 files = {name: open(sys.argv[1] + name, "rb").read() for name in sys.argv[2:]}

@@ -18,7 +18,7 @@ from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, IntArray, TensorTable
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing, Store
 
 __all__ = ["FakeReader", "checkpoint_of", "chunk", "kinds", "listing_of", "make", "stored", "tensor"]

@@ -14,7 +14,8 @@ from ckpt_tool.checks.blocks import Clip, cut_blocks, stream_blocks
 from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
+from tests.storage.recording import RecordingStore
 
 FILES = {"a": bytes(range(256)) * 3, "b": bytes(reversed(range(256)))}
 SPANS = st.lists(

@@ -19,8 +19,9 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.checks.synthetic import FakeReader, checkpoint_of, chunk, make, stored, tensor
+from tests.storage.recording import RecordingStore
 
 RANDOM = np.random.default_rng(5)
 

@@ -13,7 +13,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import RecordingStore
+from tests.storage.recording import RecordingStore
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 FOLDERS = sorted(

@@ -9,7 +9,7 @@ from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, Uns
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing
 from tests.checks.synthetic import FakeReader, make
 

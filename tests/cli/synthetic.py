@@ -67,7 +67,7 @@ def manifest(
 
 def inspection(found: Manifest) -> Inspection:
     """An inspection of all of a manifest, with shards."""
-    return Inspection("run/step-7", found, len(found.tensors), 7, 2, has_shards=True, has_objects=False)
+    return Inspection("run/step-7", found, len(found.tensors), 7, 2, has_shards=True)
 
 
 def text(lines: Iterable[Line]) -> str:

@@ -17,8 +17,9 @@ from ckpt_tool.errors import CoverageError, StorageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.checks.synthetic import FakeReader, checkpoint_of, chunk, make, stored, tensor
+from tests.storage.recording import RecordingStore
 from tests.strategies import partitions, shapes
 from tests.synthetic import make_source
 

@@ -14,8 +14,9 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.trust.diff import diff
 from ckpt_tool.compare.report import TensorDiff
 from ckpt_tool.compare.row_orders import find_order
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.checks.synthetic import checkpoint_of, stored
+from tests.storage.recording import RecordingStore
 
 Array = npt.NDArray[Any]
 

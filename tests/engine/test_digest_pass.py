@@ -16,9 +16,10 @@ from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
 from ckpt_tool.errors import CoverageError, StorageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.summing import SummingStore
+from tests.storage.recording import RecordingStore
 from tests.strategies import partitions, shapes
 from tests.synthetic import Synthetic, limits, make_source
 

@@ -14,8 +14,9 @@ from ckpt_tool.engine.own_reads import OwnReads, plan_own_boxes, run_own_reads
 from ckpt_tool.errors import CoverageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.engine.test_shared_exchange import ArrayMemory
+from tests.storage.recording import RecordingStore
 from tests.strategies import boxes, partitions, shapes
 from tests.synthetic import limits, make_source
 

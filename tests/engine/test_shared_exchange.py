@@ -19,8 +19,9 @@ from ckpt_tool.engine.shared_exchange import LostRank, SharedReport, plan_shared
 from ckpt_tool.engine.shared_memory import Segment
 from ckpt_tool.errors import StorageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
+from tests.storage.recording import RecordingStore
 from tests.strategies import boxes, partitions, shapes
 from tests.synthetic import Synthetic, make_source
 

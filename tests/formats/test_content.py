@@ -18,7 +18,7 @@ from ckpt_tool.formats._content import content_of, what_is
 from ckpt_tool.formats._folder import folder_content, named_content
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.safetensors import single
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 
 
 def _zip(name: str) -> bytes:

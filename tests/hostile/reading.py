@@ -9,7 +9,7 @@ import numpy as np
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 
 __all__ = ["looked_at"]
 

@@ -15,8 +15,8 @@ import ckpt_tool
 from ckpt_tool.engine import distributed_hosts as hosts_module
 from ckpt_tool.engine.shared_memory import Segment
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage.recording import RecordingStore
 from tests.job.workers import joined, plain, store_of, url
+from tests.storage.recording import RecordingStore
 
 
 def failures(rank: int, world_size: int, rendezvous: str, out: str) -> None:

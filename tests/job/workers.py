@@ -31,9 +31,9 @@ from ckpt_tool.api.job import load as load_module
 from ckpt_tool.api.job import load_manifest as manifest_module
 from ckpt_tool.engine.distributed_group import Group
 from ckpt_tool.storage.open import open_payload, open_store
-from ckpt_tool.storage.recording import RecordingStore
 from ckpt_tool.storage.store import Listing, Store
 from tests.ranks import start_ranks
+from tests.storage.recording import RecordingStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/torch"
 MODEL_SCRIPT = FIXTURES / "make/common.py"

@@ -20,7 +20,7 @@ from ckpt_tool.layout.naming_match import choose_naming, match_names
 from ckpt_tool.layout.naming_rules import builtin_namings, load_naming
 from ckpt_tool.layout.naming_sizes import Fact
 from ckpt_tool.layout.views import apply_views
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.strategies import partitions
 from tests.synthetic import limits, make_source
 

@@ -11,7 +11,7 @@ from ckpt_tool.engine.memory import read_boxes
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.views import Part, View, apply_views
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.strategies import partitions
 from tests.synthetic import Synthetic, limits, make_source
 

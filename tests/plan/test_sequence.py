@@ -12,7 +12,7 @@ from ckpt_tool.engine.run import run_plan
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.sequence import in_file_order
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.target import open_target
 from tests.strategies import partitions, shapes
 from tests.synthetic import layout_of, make_source, make_target

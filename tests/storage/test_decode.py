@@ -13,8 +13,9 @@ from ckpt_tool.errors import FormatError, StorageError, Unsupported
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.manifest.tables import FileTable
 from ckpt_tool.storage.decode import DecodedStore, open_files
-from ckpt_tool.storage.recording import MemoryStore, ReadCall, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import ReadCost
+from tests.storage.recording import ReadCall, RecordingStore
 
 DATA = bytes(range(256)) * 5000
 

@@ -38,7 +38,7 @@ def test_nothing_has_the_final_name_before_commit(tmp_path: Path) -> None:
     target.create("sub/b.bin", 4, is_last=True)
     target.write("a.bin", 6, b"6789")
     target.write("a.bin", 0, b"012345")
-    target.writev("sub/b.bin", 0, [b"ab", b"", memoryview(b"cd")])
+    target.write("sub/b.bin", 0, memoryview(b"abcd"))
     Path(target.journal_path).write_text("so far")
     assert sorted(os.listdir(tmp_path)) == ["out.partial"]
     assert "not a checkpoint" in (tmp_path / "out.partial" / MARKER_NAME).read_text()

@@ -67,43 +67,15 @@ def test_resumed_file_gets_its_new_size(tmp_path: Path) -> None:
 
 def test_full_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that takes one byte at a time gets all of them."""
-    pwrite, pwritev = os.pwrite, os.pwritev
+    pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1], offset))
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: pwritev(fd, [buffers[0][:1]], offset))
     target = start(tmp_path / "out")
     target.create("a", 300)
     target.write("a", 0, bytes(range(100)))
-    target.writev("a", 100, [bytes(range(100, 150)), b"", bytes(range(150, 200))])
+    monkeypatch.delattr(os, "pwrite")  # as on systems that have none
+    target.write("a", 100, bytes(range(100, 200)))
     target.commit(None)
     assert (tmp_path / "out/a").read_bytes() == bytes(range(200)) + bytes(100)
-
-
-def test_gather_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gathered write that stops inside a later buffer goes on there; 3,000 buffers are three calls and no more."""
-    data = [bytes([i % 251]) * (i % 7) for i in range(3000)]
-    pwritev = os.pwritev
-    calls: list[int] = []
-
-    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls.append(len(buffers))
-        return pwritev(fd, buffers, offset)
-
-    whole = b"".join(data)
-    target = start(tmp_path / "out")
-    target.create("a", len(whole))
-    monkeypatch.setattr(os, "pwritev", counted)
-    target.writev("a", 0, data)
-    assert len(calls) == 3
-    assert max(calls) <= 1024
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, b"".join(buffers)[:1000], offset))
-    target.create("b", len(whole))
-    target.writev("b", 0, data)
-    monkeypatch.delattr(os, "pwritev")
-    monkeypatch.delattr(os, "pwrite")
-    target.create("c", len(whole))
-    target.writev("c", 0, data)
-    target.commit(None)
-    assert tree(tmp_path / "out") == {"a": whole, "b": whole, "c": whole}
 
 
 def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +94,7 @@ def test_writes_outside_a_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="a write from 8 to 11 does not fit the 10 bytes"):
         target.write("a", 8, b"abc")
     with pytest.raises(StorageError, match="does not fit"):
-        target.writev("a", -1, [b"abc"])
+        target.write("a", -1, b"abc")
     with pytest.raises(StorageError, match="b: written to before it was created"):
         target.write("b", 0, b"abc")
     assert (tmp_path / "out.partial/a").read_bytes() == bytes(10)

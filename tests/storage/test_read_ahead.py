@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.read_ahead import ReadAhead
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.storage.store import ReadCost
+from tests.storage.recording import RecordingStore
 
 FILES = {name: np.random.default_rng(7 + i).bytes(5000) for i, name in enumerate("ab")}
 RANGES = st.lists(

@@ -12,7 +12,8 @@ from ckpt_tool.errors import NotFound
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage import fetch
 from ckpt_tool.storage.fetch import fetch_all
-from ckpt_tool.storage.recording import MemoryStore, ReadCall, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
+from tests.storage.recording import ReadCall, RecordingStore
 
 
 def test_every_kind_of_read_is_recorded() -> None:

@@ -7,8 +7,9 @@ import pytest
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage import remembering
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.remembering import RememberingStore
+from tests.storage.recording import RecordingStore
 
 DATA = bytes(range(256)) * 4096
 

@@ -16,7 +16,7 @@ from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.forks import can_fork
 from ckpt_tool.storage.local import LocalStore
 from ckpt_tool.storage.mapped import are_local, mapped
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.shares import can_share, share_out
 from ckpt_tool.storage.store import Listing
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.summing import SummingStore, file_sha256
+from tests.storage.recording import RecordingStore
 
 DATA = bytes(range(256)) * 3
 

@@ -11,10 +11,11 @@ import pytest
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError, Unsupported
 from ckpt_tool.manifest.model import FileRange
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from ckpt_tool.storage.store import Listing
 from ckpt_tool.storage.tar import TarStore, open_tar
+from tests.storage.recording import RecordingStore
 
 FILES = {"a.bin": bytes(range(256)) * 10, "sub/b.bin": b"b" * 513, "empty": b"", "x" * 120 + "/" + "y" * 120: b"long"}
 

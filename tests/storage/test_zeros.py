@@ -7,7 +7,7 @@ import pytest
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.model import ZEROS, FileEntry, FileRange
 from ckpt_tool.manifest.tables import FileTable
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.zeros import with_zeros
 
 FILES = FileTable((FileEntry("a", 4), FileEntry("zeros", 8, codec=ZEROS)))

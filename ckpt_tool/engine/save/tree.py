@@ -39,11 +39,6 @@ class Tree:
             at = np.where(at >= 0, self.parent[np.maximum(at, 0)], -1)
         return depth
 
-    @property
-    def fan_out(self) -> int:
-        """Most ranks that report to one."""
-        return int(np.bincount(self.parent[self.parent >= 0], minlength=1).max())
-
 
 def control_tree(hosts: Sequence[str]) -> Tree:
     """The tree of ranks that run on ``hosts`` (one name per rank).

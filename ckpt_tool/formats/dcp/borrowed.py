@@ -34,7 +34,6 @@ class BorrowedMetadata:
 
     content: bytes
     notes: tuple[str, ...]
-    n_items: int
 
 
 def borrowed_metadata(source: Source, lent: bytes, lender: str) -> BorrowedMetadata:
@@ -80,7 +79,7 @@ def borrowed_metadata(source: Source, lent: bytes, lender: str) -> BorrowedMetad
         f"sizes of each agree with it, one after another; {n_alike:,} of them have a twin in their file, from which "
         "they are told by their order alone"
     )
-    return BorrowedMetadata(_with_places(lent, places, lender, source.listing.sizes), (said, *notes), len(places))
+    return BorrowedMetadata(_with_places(lent, places, lender, source.listing.sizes), (said, *notes))
 
 
 def _unlike(metadata: MetadataFile, keys: list[_Key], items: list[tuple[int, int, Payload | None]]) -> str | None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.bytecheckpoint.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.bytecheckpoint.real import MODEL, OPTIMIZER, files_of
 from tests.formats.conformance import all_rows, source_of
 

@@ -13,8 +13,8 @@ from ckpt_tool.formats.bytecheckpoint.reader import READER
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.optimizer import optimizer_views
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.bytecheckpoint.real import FAMILY, MODEL, OPTIMIZER, cases, edited, files_of
 from tests.formats.conformance import ReaderTests, source_of
 

@@ -12,8 +12,9 @@ import torch
 from ckpt_tool.formats._pickle.dump import dump_pickle
 from ckpt_tool.formats._pickle.nodes import Global, Size, Stub
 from ckpt_tool.formats.base import Source
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import ReadCost
+from tests.storage.recording import RecordingStore
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tool.formats._dcp.merged import merge, read_merged
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import ReadCost
+from tests.storage.recording import RecordingStore
 
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8))
 RANGES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(0, 100)), max_size=20)

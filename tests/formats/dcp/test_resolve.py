@@ -18,10 +18,10 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.reader import READER
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable
-from ckpt_tool.storage.recording import RecordingStore
 from ckpt_tool.storage.store import ReadCost
 from tests.formats.conformance import all_rows, assemble
 from tests.formats.dcp.build import NO_GAP, Checkpoint, Item, row_cut, saved, source
+from tests.storage.recording import RecordingStore
 
 WIDE_GAP = ReadCost(max_gap_bytes=1 << 20, max_read_bytes=1 << 20, concurrency=1)
 

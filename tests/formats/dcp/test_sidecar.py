@@ -19,8 +19,9 @@ from ckpt_tool.formats.dcp.reader import READER
 from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME
 from ckpt_tool.formats.dcp.writer import WRITER
 from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.dcp.written import boxes_of, numbers, table, write
+from tests.storage.recording import RecordingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

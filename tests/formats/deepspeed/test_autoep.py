@@ -14,7 +14,7 @@ from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.deepspeed.reader import READER
 from ckpt_tool.formats.deepspeed.universal import READER as UNIVERSAL
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import Truth, all_rows, assemble, source_of
 from tests.formats.deepspeed.made import FOLDER, model_state, numbered, saved, stage2_optim, states_of, with_latest
 

@@ -17,7 +17,7 @@ from ckpt_tool.formats.deepspeed.names import tag_files, tags_below
 from ckpt_tool.formats.deepspeed.reader import READER
 from ckpt_tool.formats.deepspeed.universal import READER as UNIVERSAL
 from ckpt_tool.formats.detect import detect
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing
 from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of, stored_bytes
 from tests.formats.deepspeed.made import FOLDER, model_state, numbered, saved, stage2, stage3, with_latest

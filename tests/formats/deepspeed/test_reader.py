@@ -17,8 +17,8 @@ from ckpt_tool.formats.deepspeed.reader import READER
 from ckpt_tool.formats.deepspeed.universal import READER as UNIVERSAL
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.optimizer import optimizer_views
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore
 from ckpt_tool.storage.store import Store
 from tests.formats.conformance import (
     FIXTURES,

@@ -17,7 +17,7 @@ from ckpt_tool.formats.deepspeed.reader import READER
 from ckpt_tool.geometry.cover import coverage
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
 from tests.formats.conformance import FIXTURES, all_rows, assemble, source_of, stored_bytes
 from tests.formats.deepspeed.made import (
@@ -31,6 +31,7 @@ from tests.formats.deepspeed.made import (
     states_of,
     with_latest,
 )
+from tests.storage.recording import RecordingStore
 
 WEIGHTS = {"a": numbered(5, 3), "b": numbered(7, start=100), "c": numbered(2, 2, start=200)}
 GROUPS = (("a", "b"), ("c",))

@@ -25,7 +25,7 @@ from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, Manifest, TensorMeta
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import TensorTable
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
 from tests.formats.conformance import FIXTURES, Truth, all_rows, assemble, source_of, stored_bytes
 from tests.formats.torch_save.laid_out import filled

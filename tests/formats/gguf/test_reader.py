@@ -13,7 +13,7 @@ from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
 from ckpt_tool.formats.gguf.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import ReaderTests, source_of
 from tests.formats.zoo import CHECKPOINTS, case
 from tests.reports.made import as_bytes

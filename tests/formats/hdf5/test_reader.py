@@ -14,7 +14,7 @@ from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, FormatError, Unsupported
 from ckpt_tool.formats.hdf5.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import Case, ReaderTests, assemble, source_of, stored_bytes
 from tests.formats.zoo import CHECKPOINTS, case
 from tests.reports.made import as_bytes

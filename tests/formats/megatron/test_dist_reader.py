@@ -16,8 +16,8 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import ChunkFlag
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
 from tests.formats.conformance import Case, ReaderTests, Truth, all_rows, assemble, source_of, stored_bytes
 from tests.formats.dcp.build import NO_GAP
 from tests.formats.megatron.places import (
@@ -29,6 +29,7 @@ from tests.formats.megatron.places import (
     extra_truth,
     truth_from_seed,
 )
+from tests.storage.recording import RecordingStore
 
 DENSE = truth_from_seed(dense_shapes(4, 112))
 DENSE_TP1 = truth_from_seed(dense_shapes(4, 104))

@@ -11,7 +11,7 @@ import torch
 from ckpt_tool.errors import CkptError, FormatError, LayoutError, NotFound, UnsafePickle
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST
 from ckpt_tool.formats.megatron.rank_reader import READER as RANKS
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import all_rows, source_of
 from tests.formats.megatron.build import (
     GROUP,

@@ -18,7 +18,7 @@ from ckpt_tool.formats.base import Reader
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST
 from ckpt_tool.formats.megatron.rank_reader import READER as RANKS
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import Truth, all_rows, assemble, source_of
 from tests.formats.megatron.build import (
     DistWriter,

@@ -12,8 +12,8 @@ from ckpt_tool.formats.detect import detect
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST
 from ckpt_tool.formats.megatron.location import TRACKER
 from ckpt_tool.formats.megatron.rank_reader import READER as RANKS
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.conformance import source_of, stored_bytes
 from tests.formats.megatron.build import legacy_files
 from tests.formats.megatron.places import CHECKPOINTS

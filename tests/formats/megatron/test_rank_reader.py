@@ -10,8 +10,8 @@ from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.rank_reader import READER
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore
 from tests.formats.conformance import Case, ReaderTests, Truth, source_of, stored_bytes
 from tests.formats.megatron.build import legacy_files
 from tests.formats.megatron.places import (

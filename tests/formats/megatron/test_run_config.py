@@ -15,7 +15,7 @@ from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.megatron_run import run_facts
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.megatron.dist_reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import all_rows, assemble, source_of
 from tests.formats.megatron.build import DistWriter, add_buckets, add_weights
 from tests.formats.megatron.loading import assert_loads

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.megatron.zarr_reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import Case, ReaderTests, Truth, all_rows, assemble, source_of, stored_bytes
 from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, truth_from_seed
 

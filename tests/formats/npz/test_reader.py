@@ -14,9 +14,10 @@ import pytest
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.errors import CkptError, FormatError, UnsafePickle
 from ckpt_tool.formats.npz.reader import READER
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import FIXTURES, Case, ReaderTests, source_of
 from tests.formats.zoo import CHECKPOINTS, case
+from tests.storage.recording import RecordingStore
 
 
 class TestNpz(ReaderTests):

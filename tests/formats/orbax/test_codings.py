@@ -20,7 +20,7 @@ import pytest
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats.orbax.reader import READER
 from ckpt_tool.storage.decode import open_files
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import source_of
 from tests.storage.test_blosc import DATA, container, lz4
 

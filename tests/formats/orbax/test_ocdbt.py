@@ -12,7 +12,7 @@ from ckpt_tool.checksum import crc32c
 from ckpt_tool.errors import CkptError, FormatError, IntegrityError, NotFound, Unsupported
 from ckpt_tool.formats.orbax.ocdbt import Inline, read_database
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import source_of
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE

@@ -17,10 +17,11 @@ from ckpt_tool.errors import FormatError, NotFound, Unsupported
 from ckpt_tool.formats.orbax.reader import READER
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import Case, ReaderTests, source_of, stored_bytes
 from tests.formats.zoo import CHECKPOINTS, case
 from tests.reports.made import as_bytes
+from tests.storage.recording import RecordingStore
 
 OPTIONS: dict[str, Any] = {"max_read_requests": 12, "max_resolve_requests": 0}
 

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.rank_pt.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import Truth, assemble, source_of
 
 MeshFiles = Callable[[Any], dict[str, Any]]

@@ -17,7 +17,7 @@ from ckpt_tool.formats.rank_pt.reader import READER
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
 from tests.formats.conformance import (
     FIXTURES,

@@ -15,8 +15,9 @@ from ckpt_tool.formats.base import BoxTable, LayOut, Source, WriteRequest
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.tables import TensorTable, pad_shapes
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from tests.storage.recording import RecordingStore
 
 
 def file_bytes(listed: Any, payload: bytes) -> bytes:

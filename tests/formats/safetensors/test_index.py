@@ -13,7 +13,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.safetensors import index_file, single
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing
 from tests.formats.safetensors.places import file_bytes, index_bytes, model_bytes, source_and_store
 

@@ -18,7 +18,7 @@ from ckpt_tool.formats.safetensors.rank_schema import LAYOUT_FILE
 from ckpt_tool.formats.safetensors.rank_writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, MeshInfo
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing
 from tests.formats.safetensors.places import meta, model_bytes, request, source_and_store
 from tests.formats.safetensors.ranks import BOXES, METAS, READER, full_request, read_all, saved

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.errors import CkptError
 from ckpt_tool.formats.torch_checkpointing.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import all_rows, source_of
 from tests.formats.torch_checkpointing.real import METADATA, files_of
 

@@ -11,7 +11,7 @@ from ckpt_tool.errors import CkptError, FormatError, UnsafePickle, Unsupported
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.formats.torch_checkpointing.reader import READER
 from ckpt_tool.manifest.finding import Severity
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import ReaderTests, all_rows, assemble, source_of
 from tests.formats.torch_checkpointing.real import FAMILY, METADATA, case, cases, edited, files_of, to_version_1
 

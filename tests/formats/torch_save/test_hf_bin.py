@@ -16,7 +16,7 @@ from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats.torch_save.hf_bin import READER
 from ckpt_tool.manifest.finding import Severity
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import FIXTURES, Case, ReaderTests, source_of, stored_bytes, truth_of
 
 TORCH = FIXTURES / "torch/hf_pytorch_bin"

@@ -15,7 +15,7 @@ import torch
 from ckpt_tool.errors import CkptError, FormatError
 from ckpt_tool.formats.torch_save.reader import READER
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import all_rows, assemble, source_of
 from tests.formats.recorded import checksums_of
 

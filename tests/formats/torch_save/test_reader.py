@@ -20,7 +20,7 @@ from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.storage.recording import MemoryStore, RecordingStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import (
     FIXTURES,
     Case,
@@ -33,6 +33,7 @@ from tests.formats.conformance import (
     truth_of,
 )
 from tests.formats.recorded import checksums_of
+from tests.storage.recording import RecordingStore
 
 PT = FIXTURES / "torch/pt_files/ckpt"
 ARANGE = Truth("float32", (2, 3), np.arange(6, dtype=np.float32).tobytes())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tool.formats.torch_save.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import all_rows, assemble, source_of
 
 

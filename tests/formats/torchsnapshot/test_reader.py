@@ -15,7 +15,7 @@ from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import CkptError, FormatError, NotFound, Unsupported
 from ckpt_tool.formats.torchsnapshot.entries import parse_metadata
 from ckpt_tool.formats.torchsnapshot.reader import READER
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import ReaderTests, source_of
 from tests.formats.zoo import CHECKPOINTS, case
 from tests.reports.made import as_bytes

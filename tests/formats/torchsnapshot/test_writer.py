@@ -21,7 +21,7 @@ from ckpt_tool.formats.torchsnapshot.reader import READER
 from ckpt_tool.formats.torchsnapshot.writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, KeyPath
-from ckpt_tool.storage.recording import MemoryStore
+from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import FIXTURES, all_rows, assemble, source_of
 from tests.formats.torch_save.laid_out import filled, request_of
 from tests.formats.zoo import CHECKPOINTS
