@@ -22,7 +22,7 @@ from ckpt_tool.api.convert.conversion import (
     whole_boxes,
 )
 from ckpt_tool.api.convert.hf_names import HfNames, with_hf_names
-from ckpt_tool.api.convert.names import module_names, renamed
+from ckpt_tool.api.convert.names import beside_model_notes, module_names, renamed
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
@@ -200,7 +200,7 @@ def _with_names(checkpoint: Checkpoint, manifest: Manifest, wanted: NamesOptions
     paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
     names = list(zip(manifest.tensors.fqns, module_names(paths), strict=True))
     views = renaming_views(manifest, names) if any(old != new for old, new in names) else ()
-    return HfNames(renamed(manifest, dict(names)), (), (), views, {})
+    return HfNames(renamed(manifest, dict(names)), (), beside_model_notes(paths), views, {})
 
 
 def _first_bytes(manifest: Manifest) -> dict[str, int]:

@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tool.errors import LayoutError
+from ckpt_tool.layout.names import without_wrappers
 from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.manifest.sections import WRAPPERS
 from ckpt_tool.manifest.tables import TensorTable
+from ckpt_tool.sizes import counted, shell_word
 
-__all__ = ["module_names", "renamed"]
+__all__ = ["beside_model_notes", "module_names", "renamed"]
 
-# Keys under which trainers put the module's own state dict, and prefixes that wrappers add to a module's names.
+# Keys under which trainers put the module's own state dict.
 _STATE_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "app"})
-_WRAPPER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "module.", "_checkpoint_wrapped_module.")
+_N_SHOWN = 3
 
 
 def module_names(paths: Iterable[KeyPath]) -> list[str]:
     """The name that the module itself gives each tensor: without the trainer's outer key and wrappers' prefixes.
 
-    >>> module_names([("model", "lm_head.weight"), ("w",), ("state_dict", "module._orig_mod.w")])
-    ['lm_head.weight', 'w', 'w']
+    >>> module_names(
+    ...     [("model", "lm_head.weight"), ("w",), ("state_dict", "module._orig_mod.w"), ("state", "model", "w")]
+    ... )
+    ['lm_head.weight', 'w', 'w', 'w']
     """
     names = []
     for path in paths:
-        keys = list(path)
-        while len(keys) > 1 and keys[0] in _STATE_KEYS:
-            keys.pop(0)
-        name = ".".join(str(key) for key in keys)
-        stripped = True
-        while stripped:
-            stripped = False
-            for prefix in _WRAPPER_PREFIXES:
-                if name.startswith(prefix):
-                    name, stripped = name[len(prefix) :], True
-        for prefix in _WRAPPER_PREFIXES[:2] + _WRAPPER_PREFIXES[3:]:  # wrappers of inner modules
-            name = name.replace(f".{prefix}", ".")
-        names.append(name)
+        name = ".".join(str(key) for key in path[_n_outer_keys(path) :])
+        names.append(without_wrappers(name))
     return names
+
+
+def beside_model_notes(paths: Sequence[KeyPath]) -> tuple[str, ...]:
+    """What to say where a trainer keeps the module under a key of its own, and other tensors are exported with it.
+
+    >>> beside_model_notes([("model", "w"), ("criterion", "weight"), ("best_loss",)])
+    ("beside 'model', 2 tensors are written too: best_loss, criterion.weight (to leave out: --exclude 'criterion.*')",)
+    >>> beside_model_notes([("model", "w"), ("model", "b")]), beside_model_notes([("w",), ("criterion", "weight")])
+    ((), ())
+    """
+    of_module = [_n_outer_keys(path) for path in paths]
+    outer = next((".".join(map(str, path[:n])) for path, n in zip(paths, of_module, strict=True) if n), None)
+    beside = [path for path, n in zip(paths, of_module, strict=True) if not n]
+    if outer is None or not beside:
+        return ()
+    names = sorted(".".join(map(str, path)) for path in beside)
+    first = beside[0]
+    pattern = f"{first[0]}.*" if len(first) > 1 else str(first[0])
+    shown = ", ".join(names[:_N_SHOWN]) + (f" and {len(names) - _N_SHOWN:,} more" if len(names) > _N_SHOWN else "")
+    what = counted(len(beside), "tensor", "are")
+    return (f"beside {outer!r}, {what} written too: {shown} (to leave out: --exclude {shell_word(pattern)})",)
+
+
+def _n_outer_keys(path: KeyPath) -> int:
+    """How many keys of a path are what trainers put around a module's own names."""
+    n = 0
+    while len(path) > n + 1:
+        if path[n] in _STATE_KEYS:
+            n += 1
+        elif path[n] in WRAPPERS and len(path) > n + 2 and path[n + 1] in _STATE_KEYS:
+            n += 2
+        else:
+            break
+    return n
 
 
 def renamed(manifest: Manifest, names: Mapping[str, str]) -> Manifest:

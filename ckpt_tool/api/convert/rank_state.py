@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -11,6 +11,7 @@ from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats._pickle.same import same_value
 from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
@@ -22,7 +23,12 @@ __all__ = ["Carried", "by_name", "carry_rank_state", "without"]
 _RANK_STATE = (
     r"(?:^|\.)(?:data_?loader|rng|rng_states?|random_states?)\b.*?(?:dp_)?rank_?(\d+)(?:\.|$)|@rank(\d+)(?:\.|$)"
 )
-_DATA = r"(?:^|\.)data_?loader\b"
+# Any other name that says `rank` and a number, and random states numbered as accelerate's files are: state of ranks
+# where the same name stands there for every rank from 0 on. One `lora_rank_8` is none.
+_NUMBERED = re.compile(
+    r"(?:^|[._/])(?:(?:[a-z]+_)?rank[_./]?|(?:[a-z]+_)?(?:rng|random)_states?_)(\d{1,7})(?=$|[._/])", re.IGNORECASE
+)
+_DATA = r"data_?loader|data_?set|sampler|(?:^|[._/])loader"
 _OTHER = SECTIONS.index("other")
 
 
@@ -119,19 +125,31 @@ def _is_data(fqn: str) -> bool:
     return "dp_rank" in fqn or re.search(_DATA, fqn) is not None
 
 
-def _rank_in(fqn: str) -> int | None:
-    match = re.search(_RANK_STATE, fqn)
-    return None if match is None else int(match[1] or match[2])
+def _ranks_in(fqns: Iterable[str]) -> dict[str, int]:
+    """Rank by name, of those names that say they are one rank's.
+
+    >>> _ranks_in(["dataloader.dp_rank_3", "sampler_rank_0", "sampler_rank_1", "lora_rank_8", "rng_state_0"])
+    {'dataloader.dp_rank_3': 3, 'sampler_rank_0': 0, 'sampler_rank_1': 1}
+    """
+    found: dict[str, int] = {}
+    alike: dict[tuple[str, str], dict[int, str]] = {}
+    for fqn in fqns:
+        match = re.search(_RANK_STATE, fqn)
+        if match is not None:
+            found[fqn] = int(match[1] or match[2])
+        elif (numbered := _NUMBERED.search(fqn)) is not None:
+            around = fqn[: numbered.start(1)], fqn[numbered.end(1) :]
+            alike.setdefault(around, {})[int(numbered[1])] = fqn
+    for of_rank in alike.values():
+        if len(of_rank) > 1 and set(of_rank) == set(range(len(of_rank))):
+            found |= {fqn: rank for rank, fqn in of_rank.items()}
+    return found
 
 
 def _tensors_of_ranks(manifest: Manifest) -> dict[str, int]:
     """Rank by fqn; tensors of model and optimizer are never state of a rank, whatever their names."""
     sections = manifest.tensors.section.tolist()
-    return {
-        fqn: rank
-        for fqn, section in zip(manifest.tensors.fqns, sections, strict=True)
-        if section == _OTHER and (rank := _rank_in(fqn)) is not None
-    }
+    return _ranks_in(fqn for fqn, section in zip(manifest.tensors.fqns, sections, strict=True) if section == _OTHER)
 
 
 def _objects_of_ranks(blobs: Sequence[Blob]) -> dict[int, int]:
@@ -140,8 +158,10 @@ def _objects_of_ranks(blobs: Sequence[Blob]) -> dict[int, int]:
     for row, blob in enumerate(blobs):
         copies.setdefault(blob.fqn, []).append(row)
     found: dict[int, int] = {}
+    paths = {blob.fqn: blob.path for blob in blobs}
+    ranks = _ranks_in(fqn for fqn in copies if section_of(paths[fqn], fqn) != "optimizer")
     for fqn, rows in copies.items():
-        named = _rank_in(fqn)
+        named = ranks.get(fqn)
         is_one = named is None and all(same_value(blobs[rows[0]].value, blobs[row].value) for row in rows[1:])
         if not is_one:
             found |= {
