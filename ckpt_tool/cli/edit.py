@@ -66,7 +66,7 @@ def edit(
     strip_wrappers: Annotated[
         bool,
         typer.Option(
-            "--strip-wrappers", help="Take out module., _orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module."
+            "--strip-wrappers", help="Take out module., _orig_mod., _fsdp_wrapped_module., _forward_module. and so on."
         ),
     ] = False,
     drop: Annotated[

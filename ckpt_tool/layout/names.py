@@ -14,8 +14,10 @@ from ckpt_tool.records import dataclass
 
 __all__ = ["Spelling", "spellings", "without_wrappers"]
 
-# Inserted wherever a module is wrapped: torch.compile, FSDP, activation checkpointing, fairscale.
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\.")
+# Inserted wherever a module is wrapped: torch.compile, FSDP, activation checkpointing, fairscale, Lightning.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
+)
 # Put in front of a whole model, one word each: DCP and Lightning keys, DDP, DeepSpeed, PEFT, multimodal models.
 _PREFIXES = ("model.", "module.", "state_dict.", "app.", "base_model.", "language_model.", "network.")
 
@@ -76,6 +78,8 @@ def without_wrappers(fqn: str) -> str:
 
     >>> without_wrappers("module.layers.0._orig_mod._checkpoint_wrapped_module.w"), without_wrappers("module.x")
     ('layers.0.w', 'x')
+    >>> without_wrappers("_forward_module.module.w")
+    'w'
     """
     name = _WRAPPERS.sub("", fqn)
     while name.startswith("module.") and len(name) > len("module."):

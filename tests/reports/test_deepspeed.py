@@ -149,6 +149,45 @@ def test_r82_half_of_the_partitions(ckpt: Ckpt, tmp_path: Path) -> None:
     assert (refused.status, gone[0] in refused.err) == (3, True)
 
 
+def test_r82_partitions_of_two_numbers_of_ranks(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R82: a save by 2 ranks over one by 4 leaves files of ranks 2 and 3, which are what is wrong."""
+    before, now = stage2(WEIGHTS, GROUPS, 4), stage2(WEIGHTS, GROUPS, 2, dp_world_size=2)
+    source = put({**before, **now}, tmp_path / "source")
+    refused = ckpt("export", source, tmp_path / "out", "--masters")
+    assert refused.status == 3
+    assert (
+        "zero_pp_rank_2_mp_rank_00_optim_states.pt: holds one of 4 partitions, 2 files beside it one of 2"
+        in refused.err
+    )
+    assert "move them away" in refused.err
+    findings = ckpt("verify", source, "--json").json["findings"]
+    assert {f["file"].rpartition("/")[2] for f in findings if f["severity"] == "error"} == {
+        f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 3)
+    }
+    for path in source.glob("*/zero_pp_rank_[23]_*"):
+        path.unlink()
+    assert ckpt("verify", source, "--full").status == 0
+
+
+def test_r82_names_before_there_was_an_underscore(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R82: old ``zero_pp_rank_0_mp_rank_00optim_states.pt`` are partitions, and a missing one is called so."""
+    files = {path.replace("_optim_states", "optim_states"): data for path, data in stage2(WEIGHTS, GROUPS).items()}
+    source = put(files, tmp_path / "source")
+    assert ckpt("export", source, tmp_path / "out.safetensors", "--masters").status == 0
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["b"], states_of(WEIGHTS)["fp32"]["b"])
+    next(source.glob("*/*rank_1*optim_states.pt")).unlink()
+    assert "zero_pp_rank_1_mp_rank_00optim_states.pt" in ckpt("verify", source).text
+
+
+def test_names_that_lightning_wraps(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Lightning's strategies save ``_forward_module.w``: an export has the module's own names."""
+    weights = {f"_forward_module.{name}": tensor for name, tensor in WEIGHTS.items()}
+    groups = tuple(tuple(f"_forward_module.{name}" for name in group) for group in GROUPS)
+    source = put(stage2(weights, groups), tmp_path / "source")
+    assert ckpt("export", source, tmp_path / "out.safetensors").status == 0
+    assert set(load_file(tmp_path / "out.safetensors")) == set(WEIGHTS)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3, None])
 def test_r83_muon_keeps_its_momentum(ckpt: Ckpt, tmp_path: Path, stage: int | None) -> None:
     """R83: a state of another name and dtype goes to other ranks as it is, and to a universal checkpoint."""

@@ -42,7 +42,7 @@ _TAIL_NBYTES = 64 << 10
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
 # are there. Layers and experts of DeepSpeed are numbered with gaps.
 _GRIDS = (
-    re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+    re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt"),
     re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"),
     re.compile(r"mp_rank_(\d+)_model_states\.pt"),
     re.compile(r"(?:.*/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt"),
@@ -337,7 +337,7 @@ def _is_orbax(step: StepFiles) -> bool:
 
 def _format_by_names(step: StepFiles) -> str | None:
     """What an incomplete step was to become."""
-    endings = ((".distcp", "dcp"), ("_optim_states.pt", "deepspeed"), ("model_optim_rng.pt", "megatron-legacy"))
+    endings = ((".distcp", "dcp"), ("optim_states.pt", "deepspeed"), ("model_optim_rng.pt", "megatron-legacy"))
     for ending, name in (*endings, (".safetensors", "safetensors"), (".bin", "hf-bin"), (".ckpt", "torch-save")):
         if any(path.endswith(ending) for path in step.sizes):
             return name

@@ -1,7 +1,8 @@
 """A tag folder is one saved step; its file names say which rank of which axis wrote what.
 
-Names are those of ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` (0.5 to 0.19). ``pp_rank`` in the name of an
-optimizer file is the *data-parallel* rank; ``mp_rank`` counts pipeline stages times tensor-parallel ranks, stage first.
+Names are those of ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` (0.5 to 0.19; before, there was no underscore
+in ``mp_rank_00optim_states``). ``pp_rank`` in the name of an optimizer file is the *data-parallel* rank; ``mp_rank``
+counts pipeline stages times tensor-parallel ranks, stage first.
 Only names are looked at.
 """
 
@@ -31,7 +32,7 @@ LATEST_UNIVERSAL = "latest_universal"
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt")
 _OPTIM = re.compile(
-    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})_optim_states\.pt"
+    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})(?P<tail>_?optim_states\.pt)"
 )
 _LAYER = re.compile(r"layer_(?P<layer>[0-9]{1,7})-(?:model_(?P<tp>[0-9]{1,7})-)?model_states\.pt")
 _EXPERT = re.compile(
@@ -108,10 +109,10 @@ class TagFiles:
         if not self.optims:
             return []
         known = {(file.dp, file.mp) for file in self.optims}
-        sample = self.optims[0].path.rpartition("/")[2]
-        prefix = (_OPTIM.fullmatch(sample) or {"prefix": None})["prefix"] or ""
+        sample = _OPTIM.fullmatch(self.optims[0].path.rpartition("/")[2])
+        prefix, tail = (sample["prefix"] or "", sample["tail"]) if sample else ("", "_optim_states.pt")
         return [
-            f"{self.folder}{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+            f"{self.folder}{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{tail}"
             for mp in range(mp_world_size)
             for dp in range(dp_world_size)
             if (dp, mp) not in known

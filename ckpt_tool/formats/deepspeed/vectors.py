@@ -5,6 +5,7 @@ Every vector of a set (masters, first moments, ...) has the same layout, so that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -91,11 +92,33 @@ def flat_sets(found: Checkpoint) -> Iterator[FlatSet]:
         if model is None:
             continue  # said by whoever lists missing files
         if model.groups is None:
-            raise Unsupported("no param_shapes, so that the partitions cannot be told apart", where=model.file.path)
+            raise Unsupported(
+                "no param_shapes, so that the partitions cannot be told apart",
+                where=model.file.path,
+                hint="for the weights alone, copy the *_model_states.pt into a folder of their own",
+            )
+        _check_counts(model, optims)
         counts = {len(state.fp32) for state in optims} | {len(model.groups)}
         if len(counts) != 1 and not optims[0].is_per_parameter:
             raise FormatError(f"files differ in their number of groups: {sorted(counts)}", where=optims[0].file.path)
         yield from (_stage3(found, model, optims) if optims[0].is_per_parameter else _stage12(found, model, optims))
+
+
+def _check_counts(model: ModelState, optims: Sequence[OptimState]) -> None:
+    """Nothing, when all files say that there are as many partitions: a save by fewer ranks leaves older files there."""
+    told = [state for state in optims if state.partition_count]
+    counts = Counter(state.partition_count for state in told)
+    if len(counts) < 2:
+        return
+    recorded = model.root.get("dp_world_size")
+    right = next((count for count in counts if max(count) == recorded), counts.most_common(1)[0][0])
+    other = next(state for state in told if state.partition_count != right)
+    raise FormatError(
+        f"holds one of {counted(max(other.partition_count), 'partition')}, {counted(counts[right], 'file')} beside it "
+        f"one of {max(right):,}",
+        where=other.file.path,
+        hint="files of a save by another number of ranks are mixed in: move them away",
+    )
 
 
 def group_names(found: Checkpoint, mp: int, group: int) -> list[str]:

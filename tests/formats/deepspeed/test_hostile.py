@@ -68,7 +68,7 @@ STATE = "optimizer_state_dict"
         (MODEL, setting("dp_world_size", value=1 << 23), "8,388,608 x 1 rank wrote it"),
         (OPTIM, setting(STATE, value=None), "optimizer_state_dict: expected a dict"),
         (OPTIM, setting(STATE, "partition_count", value=["x"]), "partition_count: expected a list of numbers"),
-        (OPTIM, setting(STATE, "partition_count", value=[5]), "partitions on"),
+        (OPTIM, setting(STATE, "partition_count", value=[5]), "holds one of 5 partitions"),
         (OPTIM, setting(STATE, "param_alignment_paddings", value=3), "param_alignment_paddings: expected a list"),
         (OPTIM, setting(STATE, "single_partition_of_fp32_groups", value=[1]), "expected a list of flat tensors"),
         (
