@@ -5,6 +5,7 @@ Each as a user meets it, with the ``ckpt`` command; how the forms are read is te
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,15 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tool.api.checkpoint import open_checkpoint
 from tests.formats.conformance import Truth
-from tests.formats.megatron.build import DistWriter, add_buckets, add_gathered, add_weights, common_state, legacy_files
+from tests.formats.megatron.build import (
+    DistWriter,
+    add_buckets,
+    add_gathered,
+    add_weights,
+    common_state,
+    legacy_files,
+    saved,
+)
 from tests.formats.megatron.places import CHECKPOINTS, dense_shapes, expert_shapes, padded_for, truth_from_seed
 from tests.formats.megatron.run import Run
 from tests.formats.megatron.test_rank_writer import loaded
@@ -165,6 +174,52 @@ def test_r62_stages_and_chunks_have_every_layer_once(ckpt: Ckpt, tmp_path: Path)
         source = tmp_path / name
         assert contents(source) == run.truth(slots=())
     assert "layers stage 0: 0-2; stage 1: 3-4" in ckpt("inspect", source).text
+
+
+def _without_args(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The same files as a converter writes them: weights, and nothing of a run."""
+    found = {}
+    for path, data in files.items():
+        root = torch.load(io.BytesIO(data), weights_only=False)
+        found[path] = saved({key: value for key, value in root.items() if key != "args"})
+    return found
+
+
+def test_r62_stages_without_args_of_a_run(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R62: the ends of the model tell stages where no args do; one stage less, and nothing tells any more."""
+    run = Run(layers=(((0, 1),), ((2,),), ((3, 4),)))
+    files = _without_args(legacy_files(run, with_optimizer=False))
+    source = stored(tmp_path / "in", files)
+    shown = ckpt("inspect", source).text
+    assert "layers stage 0: 0-1; stage 1: 2; stage 2: 3-4" in shown
+    assert "no args of the run: second numbers of rank folders are taken for stages" in shown
+    assert contents(source) == run.truth(slots=())
+    fewer = {path: data for path, data in files.items() if not path.split("/")[0].endswith("_002")}
+    refused = ckpt("verify", stored(tmp_path / "fewer", fewer))
+    assert (refused.status, "if folders of other ranks are missing, copy them too" in refused.err) == (3, True)
+
+
+def test_r61_experts_without_args_of_a_run(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R61: ranks of experts look like one whole model each, so that half of them would pass for all."""
+    by_experts = _without_args(legacy_files(Run(dp=2, ep=2, n_experts=4), with_optimizer=False))
+    half = {path: data for path, data in by_experts.items() if path.startswith("mp_rank_00_000")}
+    assert len(by_experts) == 2 * len(half) == 2
+    for name, files in {"all": by_experts, "half": half}.items():
+        refused = ckpt("verify", stored(tmp_path / name, files))
+        assert (refused.status, "a pipeline stage or an expert-parallel rank" in refused.err) == (3, True)
+
+
+def test_r56_a_model_saved_with_its_wrappers(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R56: ``module.module.decoder`` ..., as the state dict of what Megatron wraps a model in has it."""
+    run = Run(layers=(((0, 1),),))
+    files = {}
+    for path, data in legacy_files(run, with_optimizer=False).items():
+        root = torch.load(io.BytesIO(data), weights_only=False)
+        root["model"] = {f"module.module.{name}": tensor for name, tensor in root["model"].items()}
+        files[path] = saved(root)
+    source = stored(tmp_path / "in", files)
+    assert ckpt("verify", source, "--full").status == 0
+    assert contents(source) == run.truth(slots=())
 
 
 def test_r62_virtual_stages_come_and_go(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Rank files are one folder per model-parallel rank: ``mp_rank_01_000_002/model_optim_rng.pt``.
 
 The first number is the tensor-parallel rank. A second one is the pipeline stage, a third one the expert-parallel rank;
-but the stage is left out where there is one only, so that a lone second number can be either: then the run's arguments
-tell. Data-parallel ranks leave no trace. Source: Megatron-LM ``training/checkpointing.py``, ``get_checkpoint_name``.
+but the stage is left out where there is one only, so that a lone second number can be either: then the run's
+arguments tell, or without them where the ends of the model are. Data-parallel ranks leave no trace. Source: Megatron-LM
+``training/checkpointing.py``, ``get_checkpoint_name``.
 
 NeMo 1 has ``mp_rank_01/model_weights.ckpt``, and with pipeline stages ``tp_rank_01_pp_rank_002/model_weights.ckpt``:
 the weights alone. Source: NeMo 1 ``nlp_overrides.py``, ``NLPSaveRestoreConnector``.
@@ -41,6 +42,8 @@ NEMO_FILE = "model_weights.ckpt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _MAX_NAMED = 1000  # of the files that are missing: damaged arguments ask for any number
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_FIRST_MODULES = ("embedding.word_embeddings.",)
+_LAST_MODULES = ("decoder.final_",)  # final_layernorm, or final_norm of hybrid models
 _NEMO_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 
 
@@ -156,8 +159,13 @@ def _rank_of_pair(expert: int, tensor: int, tp: int, ep: int, etp: int) -> int |
     return tensor + tp * (missing // common * pow(step // common, -1, ep // common) % (ep // common))
 
 
-def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
+def grid_of(folders: Sequence[RankFolder], facts: Facts, modules: Mapping[str, frozenset[str]]) -> Grid:
     """The ranks of ``folders``, all of them there.
+
+    Args:
+        folders: where the files are.
+        facts: arguments of the run.
+        modules: by folder, what its tensors are called; what a second number is, is told by it where no argument does.
 
     Raises:
         FormatError: folders of different depth are mixed, or most parts of experts were overwritten on saving.
@@ -169,7 +177,7 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts) -> Grid:
     if len(depths) != 1:
         raise FormatError(f"folders with {' and '.join(map(str, sorted(depths)))} numbers, expected one kind")
     depth = depths.pop()
-    is_expert = _second_is_expert(facts) if depth == 2 and not folders[0].is_nemo else False
+    is_expert = _second_is_expert(folders, facts, modules) if depth == 2 and not folders[0].is_nemo else False
     coords = {}
     for folder in folders:
         tensor, *rest = folder.numbers
@@ -242,11 +250,28 @@ def check_ranks(grid: Grid, facts: Mapping[tuple[int, int, int], Facts]) -> None
             )
 
 
-def _second_is_expert(facts: Facts) -> bool:
-    """Whether the second of two numbers is the expert-parallel rank."""
-    if facts.pp is None:
-        raise LayoutError(
-            "a second number in the names of rank folders is a pipeline stage or an expert-parallel rank; the files "
-            "hold no args that tell"
-        )
-    return facts.pp == 1
+def _second_is_expert(folders: Sequence[RankFolder], facts: Facts, names: Mapping[str, frozenset[str]]) -> bool:
+    """Whether the second of two numbers is the expert-parallel rank.
+
+    Without arguments of the run it is a stage where the ends of the model lie on the first and the last number alone.
+    """
+    if facts.pp is not None:
+        return facts.pp == 1
+    last = max(folder.numbers[1] for folder in folders)
+    may_lack_experts = not last and any(".experts." in name for name in names[folders[0].name])
+    ends = {0: _FIRST_MODULES, last: _LAST_MODULES} if last else {0: _FIRST_MODULES + _LAST_MODULES}
+    are_stages = all(_has_ends(names[folder.name], ends.get(folder.numbers[1], ())) for folder in folders)
+    if are_stages and not may_lack_experts:
+        return False
+    raise LayoutError(
+        "a second number in the names of rank folders is a pipeline stage or an expert-parallel rank; the files hold "
+        "no args that tell, and not just the first one has the embedding and the last one the last norm",
+        where=folders[0].name,
+        hint="if folders of other ranks are missing, copy them too; else save again with args, as Megatron does",
+    )
+
+
+def _has_ends(names: frozenset[str], expected: Sequence[str]) -> bool:
+    """Whether the modules at the ends of the model that are there are the expected ones."""
+    found = {end for end in _FIRST_MODULES + _LAST_MODULES if any(name.startswith(end) for name in names)}
+    return found == set(expected)

@@ -24,6 +24,7 @@ __all__ = ["Member", "RankModel", "model_chunks"]
 
 _EXTRA_STATE = "_extra_state"
 _NEMO_PREFIX = "model."
+_WRAPPER = "module."
 Coord = tuple[int, int, int]
 """Stage, expert-parallel rank, tensor-parallel rank."""
 
@@ -127,6 +128,8 @@ def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
     chunks: list[Mapping[str, Any]] = [root[name] for name in ordered]
     if not chunks and keys and len(keys) == len(root) and all(key.startswith(_NEMO_PREFIX) for key in keys):
         chunks = [{key.removeprefix(_NEMO_PREFIX): value for key, value in root.items()}]
+    while chunks and all(_is_wrapped(chunk) for chunk in chunks):
+        chunks = [{key.removeprefix(_WRAPPER): value for key, value in chunk.items()} for chunk in chunks]
     if not chunks or not all(isinstance(chunk, dict) and all(type(k) is str for k in chunk) for chunk in chunks):
         raise FormatError(f"no model among the keys {keys[:8]}", where=where)
     if any(key == "language_model" or key.startswith("language_model.") for chunk in chunks for key in chunk):
@@ -136,6 +139,11 @@ def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
             hint="load it with the Megatron-LM that wrote it, and save it with --use-mcore-models",
         )
     return chunks
+
+
+def _is_wrapped(chunk: Any) -> bool:
+    """Whether a model was saved with what Megatron puts around it (``Float16Module``, DDP), each under ``module``."""
+    return isinstance(chunk, dict) and len(chunk) > 0 and all(str(key).startswith(_WRAPPER) for key in chunk)
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,18 @@ class MegatronLegacyReader(TorchFilesReader):
         by_folder = {folder.name: file for folder, file in zip(folders, opened, strict=True)}
         first = _common(opened[0])
         facts = _nemo_facts(inner) if folders[0].is_nemo else first.facts
-        grid = grid_of(folders, facts)
+        held = {name: model_chunks(file.root, file.path) for name, file in by_folder.items()}
+        grid = grid_of(folders, facts, {name: frozenset().union(*chunks) for name, chunks in held.items()})
         files = {coord: by_folder[name] for coord, name in grid.folders.items()}
-        chunks = {coord: model_chunks(file.root, file.path) for coord, file in files.items()}
+        chunks = {coord: held[name] for coord, name in grid.folders.items()}
         check_ranks(grid, {coord: facts_of(file.root.get("args")) for coord, file in files.items()})
         common = _common(files[0, 0, 0])
         model = RankModel.of(chunks, grid, facts, _rules(source, location), source.listing.url)
+        if facts.pp is None and grid.pp > 1 and not folders[0].is_nemo:
+            model.notes.append(
+                "no args of the run: second numbers of rank folders are taken for stages, as the first one has the "
+                "embedding and the last one the last norm"
+            )
         rows = Rows()
         for (coord, _), members in model.members.items():
             for member in members:
