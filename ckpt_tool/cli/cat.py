@@ -18,11 +18,9 @@ EXAMPLES = (
 
 What = Annotated[
     str,
-    typer.Argument(metavar="NAME[SLICE]", help="Tensor, or part of it: 'layers.0.weight[0:4, :]'.", show_default=False),
+    typer.Argument(metavar="NAME[SLICE]", help="Tensor, or part of it: 'layers.0.weight[0:4, :]'."),
 ]
-Out = Annotated[
-    str | None, typer.Option("--out", metavar="FILE.npy", help="Write a .npy file instead.", show_default=False)
-]
+Out = Annotated[str | None, typer.Option("--out", metavar="FILE.npy", help="Write a .npy file instead.")]
 
 
 def cat(

@@ -20,9 +20,7 @@ EXAMPLES = (
 
 Run = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN", help="Folder that the steps lie in: a path, or a URL of S3 or HDFS.", show_default=False
-    ),
+    typer.Argument(metavar="RUN", help="Folder that the steps lie in: a path, or a URL of S3 or HDFS."),
 ]
 Delete = Annotated[bool, typer.Option("--delete", help="Remove them; without it they are only listed.")]
 MinAge = Annotated[

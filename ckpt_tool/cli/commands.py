@@ -28,10 +28,25 @@ COMMANDS = ("inspect", "ls", "verify", "diff", "reshard", "export", "edit", "cat
 
 
 _NEGATIVE = re.compile(r"-\d")
+_MANY = 25
+"""Arguments and options of a command that are too many for one list."""
 
 
 class Command(TyperCommand):
     """A command. No option begins with a digit, so that a negative number is an argument."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List arguments and options; many options under their headings, in the order in which these first occur."""
+        listed = [(each, record) for each in self.get_params(ctx) if (record := each.get_help_record(ctx)) is not None]
+        has_many = len(listed) > _MANY
+        sections: dict[str, list[Any]] = {}
+        for each, record in listed:
+            heading = getattr(each, "rich_help_panel", None) if has_many else None
+            heading = "Arguments" if each.param_type_name == "argument" else heading or "Options"
+            sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, negative numbers taken as arguments where no option takes them."""

@@ -28,13 +28,12 @@ class Names(Choice):
     hf = "hf"
 
 
-A = Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a path or a URL.", show_default=False)]
+A = Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a path or a URL.")]
 B = Annotated[
     str,
     typer.Argument(
         metavar="B",
         help="What is held against it: a checkpoint, or a file of ckpt inspect --json (names, shapes and types).",
-        show_default=False,
     ),
 ]
 MapNames = Annotated[
@@ -43,14 +42,11 @@ MapNames = Annotated[
         "--map-names",
         metavar="RE=>TEXT",
         help=r"Rename on both sides before pairing: 're:^model\.(.*)=>\1'. Repeatable, in order.",
-        show_default=False,
     ),
 ]
 StripPrefix = Annotated[
     list[str] | None,
-    typer.Option(
-        "--strip-prefix", metavar="TEXT", help="Take this off names, on both sides. Repeatable.", show_default=False
-    ),
+    typer.Option("--strip-prefix", metavar="TEXT", help="Take this off names, on both sides. Repeatable."),
 ]
 
 
@@ -60,7 +56,7 @@ def diff(
     *,
     include: Include = None,
     exclude: Exclude = None,
-    section: Annotated[Section | None, typer.Option("--section", help="Only this part.", show_default=False)] = None,
+    section: Annotated[Section | None, typer.Option("--section", help="Only this part.")] = None,
     map_names: MapNames = None,
     strip_prefix: StripPrefix = None,
     names: Annotated[

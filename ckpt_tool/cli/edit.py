@@ -39,9 +39,7 @@ class Link(Choice):
     copy = "copy"
 
 
-Out = Annotated[
-    str | None, typer.Argument(metavar="[OUT]", help="Where the result goes; not with --in-place.", show_default=False)
-]
+Out = Annotated[str | None, typer.Argument(metavar="[OUT]", help="Where the result goes; not with --in-place.")]
 
 
 def edit(
@@ -54,14 +52,11 @@ def edit(
             "--rename",
             metavar="RE=TEXT",
             help=r"Rename by a regular expression: '^model\.(.*)=\1'. Repeatable, in order.",
-            show_default=False,
         ),
     ] = None,
     strip_prefix: Annotated[
         list[str] | None,
-        typer.Option(
-            "--strip-prefix", metavar="TEXT", help="Take this off the front of names. Repeatable.", show_default=False
-        ),
+        typer.Option("--strip-prefix", metavar="TEXT", help="Take this off the front of names. Repeatable."),
     ] = None,
     strip_wrappers: Annotated[
         bool,
@@ -71,7 +66,7 @@ def edit(
     ] = False,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="GLOB", help="Leave out what fits. Repeatable.", show_default=False),
+        typer.Option("--drop", metavar="GLOB", help="Leave out what fits. Repeatable."),
     ] = None,
     drop_optimizer: Annotated[bool, typer.Option("--drop-optimizer", help="Leave out the optimizer's state.")] = False,
     fix_index: Annotated[
@@ -83,14 +78,12 @@ def edit(
             "--set-metadata",
             metavar="KEY=TEXT",
             help="Text in safetensors headers; KEY= removes it. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     repair: Annotated[
         Repair | None,
         typer.Option(
             help="Tensors of a safetensors file that share bytes: copy gives each its own, drop keeps the first.",
-            show_default=False,
         ),
     ] = None,
     adapter: Annotated[
@@ -98,7 +91,6 @@ def edit(
         typer.Option(
             metavar="DIR",
             help="Put a PEFT adapter's tensors and config beside those of SRC, in one index; nothing is added up.",
-            show_default=False,
         ),
     ] = None,
     link: Annotated[

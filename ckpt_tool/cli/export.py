@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from ckpt_tool.cli.name_options import Facts, Family, NamesAs, NamingFile, TrueVocab
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
+    NAMES,
+    WRITTEN,
     Digest,
     DigestFile,
     DryRun,
@@ -32,6 +32,7 @@ from ckpt_tool.cli.options import (
     Tied,
     UnequalAs,
     Workers,
+    option,
 )
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
@@ -48,19 +49,20 @@ def export(
     *,
     to: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--to",
-            metavar="FORMAT",
-            help="safetensors, torch, npz, dcp, orbax, gguf, lightning, consolidated (Meta's names) or vescale; by "
-            "default what DST's name says (.npz, .pt, .gguf), else safetensors.",
-            show_default=False,
+            WRITTEN,
+            "safetensors, torch, npz, dcp, orbax, gguf, lightning, consolidated (Meta's names) or vescale; by default "
+            "what DST's name says (.npz, .pt, .gguf), else safetensors.",
+            "FORMAT",
         ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="All state, not the model's tensors alone; objects where FORMAT holds them.")
+        bool, option("--all", WRITTEN, "All state, not only the model's tensors; objects if FORMAT can hold them.")
     ] = False,
     names: Annotated[
-        NamesAs, typer.Option(help="Names as the model has them (hf), or as the checkpoint has them (source).")
+        NamesAs,
+        option("--names", NAMES, "Names as the published model has them (hf), or as the checkpoint has them (source)."),
     ] = NamesAs.hf,
     family: Family = "auto",
     naming: NamingFile = None,
@@ -71,17 +73,21 @@ def export(
     dtype: Dtype = None,
     masters: Masters = False,
     tied: Annotated[
-        Tied, typer.Option(help="Tensors that share bytes: write each, only the first, or as the config says.")
+        Tied,
+        option(
+            "--tied", WRITTEN, "Tensors that share bytes: keep each, drop all but the first, or do as the config says."
+        ),
     ] = Tied.auto,
     unequal: UnequalAs = None,
     max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Start a new file before this many bytes (5GB).", show_default=False),
+        str | None, option("--max-shard-size", WRITTEN, "Start a new file before this many bytes (5GB).", "SIZE")
     ] = None,
     share_blocks: Annotated[
         bool,
-        typer.Option(
-            "--share-blocks", help="safetensors: pad headers so that XFS and Btrfs can share blocks of SRC's files."
+        option(
+            "--share-blocks",
+            WRITTEN,
+            "safetensors: pad headers so that on XFS and Btrfs the files can share blocks with those of SRC.",
         ),
     ] = False,
     memory: Memory = DEFAULT_MEMORY,

@@ -46,18 +46,16 @@ def inspect(
     *,
     include: Include = None,
     exclude: Exclude = None,
-    section: Annotated[Section | None, typer.Option(help="Only this part.", show_default=False)] = None,
+    section: Annotated[Section | None, typer.Option(help="Only this part.")] = None,
     by: Annotated[By, typer.Option(help="List tensors, files or ranks.")] = By.tensor,
-    sort: Annotated[Sort | None, typer.Option(help="Order of a flat list of tensors.", show_default=False)] = None,
+    sort: Annotated[Sort | None, typer.Option(help="Order of a flat list of tensors.")] = None,
     tree: Annotated[
         bool | None, typer.Option("--tree/--flat", help="Tensors as a tree, equal layers folded, or one a line.")
     ] = None,
-    depth: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Levels of the tree.", show_default=False)
-    ] = None,
+    depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree.")] = None,
     shard_map: Annotated[
         str | None,
-        typer.Option("--map", metavar="NAME", help="Draw where the boxes of one tensor lie.", show_default=False),
+        typer.Option("--map", metavar="NAME", help="Draw where the boxes of one tensor lie."),
     ] = None,
     shards: Annotated[
         bool, typer.Option("--shards", help="Exact bytes of each box, in --json, --parquet, --map.")
@@ -69,7 +67,7 @@ def inspect(
     ] = None,
     parquet: Annotated[
         str | None,
-        typer.Option("--parquet", metavar="FILE", help="Also save the boxes as a table.", show_default=False),
+        typer.Option("--parquet", metavar="FILE", help="Also save the boxes as a table."),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

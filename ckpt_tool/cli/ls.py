@@ -29,10 +29,10 @@ class Level(Choice):
     full = "full"
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL that the steps lie in.", show_default=False)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL that the steps lie in.")]
 Verify = Annotated[
     Level | None,
-    typer.Option("--verify", help="Verify each complete step; one with errors is not complete.", show_default=False),
+    typer.Option("--verify", help="Verify each complete step; one with errors is not complete."),
 ]
 Latest = Annotated[bool, typer.Option("--latest", help="Print only the newest complete step; exit 1 if there is none.")]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from ckpt_tool.cli.options import Choice
+from ckpt_tool.cli.options import NAMES, Choice, option
 
 __all__ = ["Facts", "Family", "NamesAs", "NamesOf", "NamingFile", "TrueVocab"]
 
@@ -28,29 +26,20 @@ class NamesOf(Choice):
 
 Family = Annotated[
     str,
-    typer.Option(
-        "--family",
-        metavar="NAME",
-        help="Whose names those of Megatron and torchtitan become: llama, qwen_moe, mixtral; auto tells it from "
-        "the names, none keeps them.",
+    option(
+        "--family", NAMES, "The model family of a Megatron or torchtitan checkpoint: llama, qwen_moe, mixtral ...; "
+        "auto finds it by the names, none keeps the names.", "NAME",
     ),
-]
-NamingFile = Annotated[
-    str | None,
-    typer.Option("--naming", metavar="FILE", help="Rules (TOML) for names, before the family's.", show_default=False),
-]
+]  # fmt: skip
+NamingFile = Annotated[str | None, option("--naming", NAMES, "Rules (TOML) for names, before the family's.", "FILE")]
 Facts = Annotated[
     list[str] | None,
-    typer.Option(
-        "--fact",
-        metavar="NAME=N",
-        help="A number that names need and the checkpoint does not record: heads=32, kv_heads=8. Repeatable.",
-        show_default=False,
+    option(
+        "--fact", NAMES, "A number that the names need and the checkpoint does not record: heads=32, kv_heads=8. "
+        "Repeatable.", "NAME=N",
     ),
-]
+]  # fmt: skip
 TrueVocab = Annotated[
     int | None,
-    typer.Option(
-        "--true-vocab", min=1, metavar="N", help="Rows of the vocabulary; those behind are padding.", show_default=False
-    ),
+    option("--true-vocab", NAMES, "Rows of the vocabulary without its padding.", "N", min=1),
 ]

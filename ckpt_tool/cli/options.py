@@ -1,14 +1,20 @@
-"""Options that several commands share: a flag means, and says in ``--help``, the same everywhere."""
+"""Options that several commands share: a flag means, and says in ``--help``, the same everywhere.
+
+Those of a command with many options are listed under headings (`LAYOUT` ...), which the help of the others leaves out.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 __all__ = [
     "DEFAULT_MEMORY",
+    "NAMES",
+    "SELECTION",
+    "WRITTEN",
     "Arguments",
     "Choice",
     "ConfigFile",
@@ -61,7 +67,21 @@ __all__ = [
     "Vpp",
     "Workers",
     "ZeroStage",
+    "option",
 ]
+
+
+LAYOUT = "Layout of the target"
+WRITTEN = "What is written"
+NAMES = "Names"
+MEGATRON = "For a Megatron target"
+SELECTION = "Which tensors"
+WORK = "How it runs"
+
+
+def option(flags: str, heading: str, help: str, metavar: str | None = None, **settings: Any) -> Any:
+    """What typer is told of an option: its flags, the heading it stands under, its help and the name of its value."""
+    return typer.Option(*flags.split(), help=help, metavar=metavar, rich_help_panel=heading, **settings)
 
 
 class Choice(str, Enum):
@@ -140,229 +160,170 @@ class Tied(Choice):
 
 
 Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SRC", help="Checkpoint: a path, or a URL such as s3://bucket/step-500.", show_default=False
-    ),
+    str, typer.Argument(metavar="SRC", help="Checkpoint: a path, or a URL such as s3://bucket/step-500.")
 ]
-Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a path or a URL.", show_default=False)]
+Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a path or a URL.")]
 
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        "--tensor",
-        metavar="GLOB",
-        help="Only tensors that fit: a glob ('*' crosses dots, {a,b} is either), re:REGEX or dtype:GLOB. Repeatable.",
-        show_default=False,
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude",
-        metavar="GLOB",
-        help="Leave out tensors that fit; what is written also lacks such objects. Repeatable.",
-        show_default=False,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="NAME",
-        help="Cast the model's floating tensors (bf16, fp32 ...); every cast is reported.",
-        show_default=False,
-    ),
-]
-
-Masters = Annotated[
-    bool,
-    typer.Option(
-        "--masters", help="The optimizer's fp32 masters in place of the weights, which are roundings of them."
-    ),
-]
-
-Tp = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline stages.")]
-Dp = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="Data-parallel ranks.")]
-Ep = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="Expert-parallel ranks, a divisor of --dp.")]
+Tp = Annotated[int, option("--tp", LAYOUT, "Tensor-parallel ranks.", "N", min=1)]
+Pp = Annotated[int, option("--pp", LAYOUT, "Pipeline stages.", "N", min=1)]
+Dp = Annotated[int, option("--dp", LAYOUT, "Data-parallel ranks.", "N", min=1)]
+Ep = Annotated[int, option("--ep", LAYOUT, "Expert-parallel ranks, a divisor of --dp.", "N", min=1)]
+Vpp = Annotated[int, option("--vpp", LAYOUT, "Model chunks (virtual stages) per stage.", "N", min=1)]
 Etp = Annotated[
     int | None,
-    typer.Option(
-        "--etp", min=1, metavar="N", help="Megatron: tensor-parallel ranks of experts, where not --tp; --ep times it "
-        "divides --tp times --dp.", show_default=False,
+    option(
+        "--etp", LAYOUT, "Megatron: tensor-parallel ranks of experts, if not --tp. --ep times --etp must divide --tp "
+        "times --dp.", "N", min=1,
     ),
 ]  # fmt: skip
-Vpp = Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="Model chunks (virtual stages) per stage.")]
 FirstStageLayers = Annotated[
-    int | None,
-    typer.Option("--first-stage-layers", min=0, metavar="N", help="Layers of the first stage.", show_default=False),
+    int | None, option("--first-stage-layers", LAYOUT, "Layers of the first stage, if not its share.", "N", min=0)
 ]
 LastStageLayers = Annotated[
-    int | None,
-    typer.Option("--last-stage-layers", min=0, metavar="N", help="Layers of the last stage.", show_default=False),
+    int | None, option("--last-stage-layers", LAYOUT, "Layers of the last stage, if not its share.", "N", min=0)
 ]
 MeshText = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--mesh",
-        metavar="AXES",
-        help="Instead of --tp, --pp, --dp, --ep and --etp: axes in rank order, slowest first, as in pp=2,dp=4,tp=2.",
-        show_default=False,
-    ),
-]
-ToFormat = Annotated[
-    str,
-    typer.Option(
-        "--to",
-        metavar="FORMAT",
-        help="dcp, deepspeed, megatron-dist, megatron-legacy, rank-files, torch-ranks, bytecheckpoint, "
-        "torch-checkpointing, torchsnapshot, vescale, orbax; for one rank deepspeed-universal, nanotron, "
-        "safetensors, torch-save.",
-    ),
-]
-ZeroStage = Annotated[
-    int | None,
-    typer.Option(
-        "--zero-stage",
-        min=1,
-        max=3,
-        metavar="N",
-        help="deepspeed: what data-parallel ranks share out, 1 to 3; by default as in SRC.",
-        show_default=False,
+        LAYOUT,
+        "Instead of --tp, --pp, --dp, --ep and --etp: axes in rank order, slowest first, as in pp=2,dp=4,tp=2.",
+        "AXES",
     ),
 ]
 DataMode = Annotated[
-    DpMode, typer.Option("--dp-mode", help="Cut tensors over data-parallel ranks (FSDP), or store one copy for all.")
+    DpMode, option("--dp-mode", LAYOUT, "Cut tensors over data-parallel ranks as FSDP does, or store one copy for all.")
 ]
 RulesFile = Annotated[
-    str | None,
-    typer.Option("--rules", metavar="FILE", help="Rules (TOML) that add to the built-in families.", show_default=False),
+    str | None, option("--rules", LAYOUT, "Rules (TOML) for names that the model's family has no rule for.", "FILE")
 ]
 UncoveredAs = Annotated[
     Default | None,
-    typer.Option("--default", help="What to do with tensors that no rule covers; stops otherwise.", show_default=False),
+    option(
+        "--default", LAYOUT, "For tensors that no rule covers: cut them along dimension 0, or give every rank a copy. "
+        "Without this they stop the command.",
+    ),
+]  # fmt: skip
+
+ToFormat = Annotated[
+    str,
+    option(
+        "--to",
+        WRITTEN,
+        "dcp, deepspeed, megatron-dist, megatron-legacy, rank-files, torch-ranks, bytecheckpoint, torch-checkpointing, "
+        "torchsnapshot, vescale, orbax; for one rank deepspeed-universal, nanotron, safetensors, torch-save.",
+        "FORMAT",
+    ),
+]
+ZeroStage = Annotated[
+    int | None, option("--zero-stage", WRITTEN, "deepspeed: ZeRO stage; by default that of SRC.", "N", min=1, max=3)
+]
+Dtype = Annotated[
+    str | None,
+    option("--dtype", WRITTEN, "Cast the model's floating-point tensors (bf16, fp32 ...); casts are listed.", "NAME"),
+]
+Masters = Annotated[
+    bool, option("--masters", WRITTEN, "The optimizer's fp32 master weights instead of the weights rounded from them.")
 ]
 StoredReplicas = Annotated[
-    Replicas, typer.Option("--replicas", help="Store a replicated box once, on all its ranks, or as the format needs.")
+    Replicas,
+    option("--replicas", WRITTEN, "Store what several ranks hold once, for all of them, or as the format needs."),
 ]
 UnequalAs = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--unequal",
-        metavar="[GLOB=]HOW",
-        help="Tensors that differ between ranks though no file says how they join: first rank's (first), or one "
-        "behind another (concat:DIM). Repeatable.",
-        show_default=False,
+        WRITTEN,
+        "For tensors that differ between ranks when no file says how they join: take the first rank's (first), or join "
+        "them along a dimension (concat:DIM). Repeatable.",
+        "[GLOB=]HOW",
     ),
 ]
 OptimStyleName = Annotated[
     OptimStyle | None,
-    typer.Option(
-        "--optim-style",
-        help="Optimizer state by number, by parameter, or flat by parameter; as in the source otherwise.",
-        show_default=False,
-    ),
+    option("--optim-style", WRITTEN, "Key the optimizer's state by number or by name; by default as in SRC."),
 ]
 OfRanks = Annotated[
     RankState | None,
-    typer.Option(
-        "--rank-state",
-        help="Random and data-loader states of single ranks, when their number changes.",
-        show_default=False,
+    option("--rank-state", WRITTEN, "When the number of ranks changes: keep or drop what each rank has for itself "
+           "(random states, positions in the data)."),
+]  # fmt: skip
+Sidecar = Annotated[
+    bool | None,
+    option(
+        "--sidecar/--no-sidecar", WRITTEN, "dcp: also write the metadata as Arrow columns, which ckpt opens at once; "
+        "by default from 10,000 chunks on.",
     ),
+]  # fmt: skip
+Digest = Annotated[
+    bool,
+    option("--digest/--no-digest", WRITTEN, "Record a digest of each tensor in DST.digests.json."),
 ]
+DigestFile = Annotated[str | None, option("--write-manifest", WRITTEN, "Record the digests in FILE instead.", "FILE")]
 
 ConfigFile = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="The model's config.json, for a target of Megatron, from a source that has none beside it.",
-        show_default=False,
-    ),
+    str | None, option("--config", MEGATRON, "The model's config.json, where SRC has none beside it.", "FILE")
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Option(
-        "--arg",
-        metavar="NAME=VALUE",
-        help="An argument of the Megatron run that is to load the result: make_vocab_size_divisible_by=64. Repeatable.",
-        show_default=False,
+    option(
+        "--arg", MEGATRON, "An argument of the run that is to load the result: make_vocab_size_divisible_by=64. "
+        "Repeatable.", "NAME=VALUE",
     ),
-]
-
+]  # fmt: skip
 McoreVersion = Annotated[
     str | None,
-    typer.Option(
-        "--mcore-version",
-        metavar="VERSION",
-        help="megatron-dist: the megatron-core that is to load the result, as in 0.12; by default the newest (0.19).",
-        show_default=False,
+    option(
+        "--mcore-version", MEGATRON, "megatron-dist: write for this megatron-core, as in 0.12; by default for the "
+        "newest (0.19).", "VERSION",
     ),
-]
+]  # fmt: skip
 RandomStates = Annotated[
     Rng | None,
-    typer.Option(
-        "--rng",
-        help="Megatron's random states: of SRC, none, or those of the start of a run, made of its seed; by default of "
-        "SRC where the grid is the same.",
-        show_default=False,
+    option(
+        "--rng", MEGATRON, "Random states: keep those of SRC, drop them, or emit those that a new run with its seed "
+        "starts from; by default keep where the grid is the same.",
     ),
+]  # fmt: skip
+
+Include = Annotated[
+    list[str] | None,
+    option(
+        "--include --tensor",
+        SELECTION,
+        "Only tensors that match: a glob ('*' crosses dots, {a,b} is either), re:REGEX or dtype:GLOB. Repeatable.",
+        "GLOB",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    option("--exclude", SELECTION, "No tensors (and no objects) that match. Repeatable.", "GLOB"),
 ]
 
 DEFAULT_MEMORY = "1GiB"
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Bound for all buffers together.")]
+Memory = Annotated[str, option("--memory", WORK, "Bound for all buffers together.", "SIZE")]
 Workers = Annotated[
     int | None,
-    typer.Option(
-        "--workers", metavar="N", min=1, help="Threads or processes that move bytes; by default one per core, up to 8."
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished DST of the same command.")]
-NoFsync = Annotated[bool, typer.Option("--no-fsync", help="Do not wait until the disk has it: faster, not crash-safe.")]
-Split = Annotated[
-    str | None,
-    typer.Option(
-        "--split",
-        metavar="I/N",
-        help="Process I (from 0) of N started alike; as torchrun, srun and mpirun say, unless given. 0/1 is alone.",
-        show_default=False,
-    ),
+    option("--workers", WORK, "Threads or processes that move bytes; by default one per core, up to 8.", "N", min=1),
 ]
 Processes = Annotated[
-    int, typer.Option("--processes", metavar="N", min=1, help="Processes of this machine that share the work.")
+    int, option("--processes", WORK, "Share the work among this many processes of this machine.", "N", min=1)
 ]
 EngineName = Annotated[
-    Engine,
-    typer.Option(
-        "--engine", help="Who starts the --processes: this machine, or a Ray cluster that shares the folders."
-    ),
+    Engine, option("--engine", WORK, "Start the --processes here, or in a Ray cluster that shares the folders.")
 ]
-Sidecar = Annotated[
-    bool | None,
-    typer.Option(
-        "--sidecar/--no-sidecar",
-        help="With dcp: metadata as Arrow columns too, read at once; by default from 10,000 chunks on.",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
-PlanJson = Annotated[
+Split = Annotated[
     str | None,
-    typer.Option("--plan-json", metavar="FILE", help="Save the plan as JSON lines; - for stdout.", show_default=False),
-]
-
-Digest = Annotated[
-    bool,
-    typer.Option("--digest/--no-digest", help="Record what each tensor holds, on the way, in DST.digests.json."),
-]
-DigestFile = Annotated[
-    str | None,
-    typer.Option("--write-manifest", metavar="FILE", help="Record that in FILE instead.", show_default=False),
-]
+    option(
+        "--split", WORK, "This is process I (from 0) of N that were started alike; by default what torchrun, srun or "
+        "mpirun says. 0/1 runs alone.", "I/N",
+    ),
+]  # fmt: skip
+Overwrite = Annotated[bool, option("--overwrite", WORK, "Replace what is there.")]
+Resume = Annotated[bool, option("--resume", WORK, "Go on with an unfinished DST of the same command.")]
+NoFsync = Annotated[bool, option("--no-fsync", WORK, "Do not wait until the disk has it: faster, not crash-safe.")]
+DryRun = Annotated[bool, option("--dry-run", WORK, "Show the plan, write nothing.")]
+PlanJson = Annotated[str | None, option("--plan-json", WORK, "Save the plan as JSON lines; - for stdout.", "FILE")]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (errors too, on stderr).")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and errors.")]

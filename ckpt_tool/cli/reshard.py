@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from ckpt_tool.cli.name_options import Facts, Family, NamesOf, NamingFile, TrueVocab
 from ckpt_tool.cli.options import (
     DEFAULT_MEMORY,
+    NAMES,
     Arguments,
     ConfigFile,
     DataMode,
@@ -54,6 +53,7 @@ from ckpt_tool.cli.options import (
     Vpp,
     Workers,
     ZeroStage,
+    option,
 )
 from ckpt_tool.cli.output import output
 from ckpt_tool.sizes import parse_bytes
@@ -89,9 +89,11 @@ def reshard(
     optim_style: OptimStyleName = None,
     names: Annotated[
         NamesOf,
-        typer.Option(
-            help="hf: names of a Hugging Face model, AdamW's state as torch has it; megatron-fsdp: those of Megatron's "
-            "fsdp_dtensor; source: as they are."
+        option(
+            "--names",
+            NAMES,
+            "hf: names of a Hugging Face model, AdamW's state as torch has it; megatron-fsdp: those of Megatron's "
+            "fsdp_dtensor; source: as they are.",
         ),
     ] = NamesOf.source,
     family: Family = "auto",

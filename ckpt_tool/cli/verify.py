@@ -31,12 +31,11 @@ Record = Annotated[
         "--write-manifest",
         metavar="FILE",
         help="Record a digest of each tensor and file, if there is no error.",
-        show_default=False,
     ),
 ]
 Recorded = Annotated[
     str | None,
-    typer.Option("--manifest", metavar="FILE", help="Compare each tensor with its digest there.", show_default=False),
+    typer.Option("--manifest", metavar="FILE", help="Compare each tensor with its digest there."),
 ]
 Prefixes = Annotated[
     list[str] | None,
@@ -44,7 +43,6 @@ Prefixes = Annotated[
         "--strip-prefix",
         metavar="TEXT",
         help="With --manifest: take this off names on both sides. Repeatable.",
-        show_default=False,
     ),
 ]
 RequireAll = Annotated[
@@ -56,20 +54,17 @@ Sha256 = Annotated[bool, typer.Option("--sha256", help="With --write-manifest: S
 
 Against = Annotated[
     str | None,
-    typer.Option("--against", metavar="OTHER", help="Compare with another checkpoint, bit by bit.", show_default=False),
+    typer.Option("--against", metavar="OTHER", help="Compare with another checkpoint, bit by bit."),
 ]
 SalvageTo = Annotated[
     str | None,
-    typer.Option(
-        "--salvage", metavar="OUT", help="Write every tensor that is still wholly readable to OUT.", show_default=False
-    ),
+    typer.Option("--salvage", metavar="OUT", help="Write every tensor that is still wholly readable to OUT."),
 ]
 Like = Annotated[
     str | None,
     typer.Option(
         metavar="STEP",
         help="With --salvage: another step of the run, to tell names and places where they are lost here.",
-        show_default=False,
     ),
 ]
 PlanFetch = Annotated[

@@ -137,8 +137,11 @@ def writer(name: str) -> Writer:
     """
     place = _WRITERS.get(_ALIASES.get(name, name))
     if place is None:
-        hint = _INSTEAD.get(name.lower(), "one of: " + " ".join(_WRITERS))
-        raise UsageError(f"{name!r} is no format that can be written", hint=hint)
+        import difflib  # for misspelt names alone
+
+        near = difflib.get_close_matches(name, [*_WRITERS, *_ALIASES], n=2)
+        known = f"did you mean {' or '.join(near)}" if near else "one of: " + " ".join(_WRITERS)
+        raise UsageError(f"{name!r} is no format that can be written", hint=_INSTEAD.get(name.lower(), known))
     found: Writer = getattr(import_module(place[0]), place[1])
     return found
 

@@ -171,14 +171,25 @@ def _note_missing(what: str, numbers: Sequence[int], notes: Notes) -> None:
 def _uncovered_error(uncovered: Sequence[str], n_tensors: int, rules: RuleSet) -> LayoutError:
     listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
     more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
+    names = [[*spellings(fqn, {})][-1].parameter for fqn in uncovered]
     # One rule per parameter: it holds for the optimizer's state of it too, under whatever prefix.
-    patterns = list(dict.fromkeys(_pattern_for([*spellings(fqn, {})][-1].parameter) for fqn in uncovered))
+    patterns = list(dict.fromkeys(_pattern_for(name) for name in names))
     stanzas = "\n\n".join(f"[[rule]]\nmatch = '{pattern}'\nkind = \"replicated\"" for pattern in patterns[:_N_LISTED])
     return LayoutError(
-        f"no rule of {rules.name!r} covers {len(uncovered):,} of {counted(n_tensors, 'tensor')}:{listed}{more}",
-        hint=f"put rules for them into a file for --rules, kind being one of column, row, vocab, replicated ...\n\n"
-        f"{stanzas}",
+        f"no rule of {rules.name!r} covers {len(uncovered):,} of {counted(n_tensors, 'tensor')}:{listed}{more}"
+        f"{_partial_match(names, rules)}",
+        hint=f"give every rank a copy of them with --default replicate, or put rules for them into a file for --rules "
+        f"(kind: column, row, vocab, replicated ...):\n\n{stanzas}",
     )
+
+
+def _partial_match(names: Sequence[str], rules: RuleSet) -> str:
+    """What to say of a rule that was perhaps meant for one of ``names``, but does not match the whole of it."""
+    for rule in rules.rules:
+        near = next((name for name in names if rule.pattern.match(name)), None)
+        if near is not None:
+            return f"\na rule matches whole names: {rule.pattern.pattern!r} matches only the beginning of {near!r}"
+    return ""
 
 
 def _pattern_for(fqn: str) -> str:

@@ -18,6 +18,8 @@ def test_every_name_is_a_writer_of_that_name() -> None:
     ("name", "hint"),
     [
         ("nothing", "one of: dcp safetensors"),
+        ("megtron", "did you mean megatron"),
+        ("safetensor", "did you mean safetensors"),
         ("Trainer", "a Trainer numbers the states of its optimizer"),
         ("hf", "--to safetensors writes weights as transformers loads them"),
         ("accelerate", "pytorch_model_fsdp_0 and optimizer_0"),

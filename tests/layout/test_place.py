@@ -120,6 +120,13 @@ def test_a_name_without_a_rule_is_never_guessed() -> None:
     assert placed.layouts[3].layer == 3
 
 
+def test_a_rule_for_half_a_name_is_told() -> None:
+    """A rule that matches the beginning of an uncovered name only is named, for a match is of the whole name."""
+    rules = load_rules("[[rule]]\nmatch = '(odd|buf_)'\nkind = 'replicated'", base=builtin_families()["llama"])
+    with pytest.raises(LayoutError, match=r"'\(odd\|buf_\)' matches only the beginning of 'buf_i64'"):
+        place_all({"buf_i64": (4,), "model.norm.weight": (4,)}, default_mesh(tp=2), rules)
+
+
 def test_a_default_is_said() -> None:
     """With a default, names without a rule are placed, and a note counts them; what cannot be cut needs no rule."""
     shapes: Shapes = {"mystery": (6, 2), "riddle": (4,), "scalar": (), "empty": (0, 3)}

@@ -235,7 +235,6 @@ def _other_files(recorded: DigestTable) -> Iterator[Finding]:
     if recorded.files:
         n = len(recorded.files)
         said = (
-            f"the {counted(n, 'recorded file', 'are')} those of another copy ({recorded.format}); only tensors were "
-            "compared"
+            f"{counted(n, 'recorded file', 'belong')} to another copy ({recorded.format}): only tensors were compared"
         )
         yield Finding("other-files", Severity.INFO, said)
