@@ -13,7 +13,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["companion_findings"]
+__all__ = ["companion_findings", "side_files"]
 
 # accelerate (1.15) and transformers (5.24): a file for each rank, the first one's name without ranks.
 _RANDOM = (
@@ -25,6 +25,11 @@ _SCHEDULE = re.compile(r"(?:lr_)?scheduler(?:_\d+)?\.(?:bin|pt|pth)")
 _SCHEDULED = ".initial_lr"
 """What a schedule of torch's leaves in an optimizer's groups."""
 _TRAINER = ("trainer_state.json", "optimizer.pt")
+_OTHERS = re.compile(
+    r"(?:scaler(?:_\d+)?\.(?:pt|pth)|(?:dl_)?sampler(?:_\d+)?\.bin|optimizer(?:_\d+)?\.(?:pt|bin)|training_args\.bin"
+    r"|dl_state_dict(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl)"
+)
+"""What else the two save, each by ``torch.save``."""
 _MAX_RANKS = 4096
 
 
@@ -37,12 +42,37 @@ def companion_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding
     world_size = manifest.info.get("world_size")
     n_ranks = max(world_size if type(world_size) is int else 0, int(manifest.chunks.rank.max(initial=-1)) + 1)
     yield from _random_findings(manifest, top, n_ranks, is_trainer=is_trainer)
+    if {"rng_state", "scheduler"} <= {path.partition(".")[0].partition("_0")[0] for path in top}:
+        yield from _trainer_findings(top, listing)
     is_scheduled = manifest.format == "accelerate" and any(blob.fqn.endswith(_SCHEDULED) for blob in manifest.blobs)
     if (is_scheduled or is_trainer) and not any(_SCHEDULE.fullmatch(path) for path in top):
         path = "scheduler.pt" if is_trainer else "scheduler.bin"
         why = "beside optimizer.pt" if is_trainer else "though the optimizer's initial_lr is what a schedule leaves"
         said = f"{path} is not here, {why}: a run that goes on from here starts its learning rate anew, or ends"
         yield Finding("missing-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
+
+
+def _trainer_findings(top: list[str], listing: Listing) -> Iterator[Finding]:
+    """The optimizer and the state of a Trainer that saved a schedule and random states, as it does with both."""
+    if "trainer_state.json" not in top:
+        said = "trainer_state.json is not here, though a schedule and random states are: no run goes on from here"
+        yield Finding("missing-file", Severity.WARNING, said, where=FileRange("trainer_state.json", 0, 0))
+    elif not any("optim" in path or path.startswith("global_step") for path in listing.paths):
+        said = "optimizer.pt is not here, though a schedule and random states are: a run goes on with a new optimizer"
+        yield Finding("missing-file", Severity.WARNING, said, where=FileRange("optimizer.pt", 0, 0))
+
+
+def side_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
+    """Torch files that accelerate and transformers save beside the tensors, those that are no part of the manifest."""
+    if listing.entry is not None:
+        return ()
+    used = {entry.path if entry.part is None else entry.part.path for entry in manifest.files}
+    known = (*(pattern for pattern, _ in _RANDOM), re.compile(re.escape(_RANDOM_OF_ONE)), _SCHEDULE, _OTHERS)
+    return tuple(
+        path
+        for path in listing.paths
+        if "/" not in path and path not in used and any(pattern.fullmatch(path) for pattern in known)
+    )
 
 
 def _random_findings(manifest: Manifest, top: list[str], n_ranks: int, *, is_trainer: bool) -> Iterator[Finding]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.records import dataclass
+from ckpt_tool.records import dataclass, field
 
 __all__ = ["LEVELS", "SCHEMA", "FindingGroup", "VerifyReport", "sort_findings"]
 
@@ -58,6 +58,8 @@ class VerifyReport:
     seconds: float
     unproven_files: tuple[str, ...] = ()
     """At ``full``: files of which no byte has a recorded checksum, those that describe others among them."""
+    parts: Mapping[str, FileRange] = field(default_factory=dict)
+    """Of coded parts of files that findings are in: the bytes on the storage, length 0 for a whole file."""
 
     @property
     def is_ok(self) -> bool:
@@ -73,13 +75,16 @@ class VerifyReport:
         found: dict[str, list[FileRange]] = {}
         for finding in self.findings:
             where = finding.where
+            part = None if where is None else self.parts.get(where.path)
             is_meant = finding.severity is Severity.ERROR or finding.kind in _MISSED
             if not is_meant or where is None or finding.kind in _NOT_FETCHED:
                 continue
             if where.path.startswith("/") or ".." in where.path.split("/"):
                 continue  # whoever acts on the list writes nowhere else
-            own = found.setdefault(where.path, [])
-            if finding.kind in _OF_RANGES:
+            own = found.setdefault(where.path if part is None else part.path, [])
+            if part is not None:
+                own.append(part)
+            elif finding.kind in _OF_RANGES:
                 own.append(where)
             elif finding.kind == "truncated-file":
                 own.append(FileRange(where.path, where.offset, -1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckpt_tool.checks.companions import side_files
 from ckpt_tool.checks.extents import some_names
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -55,8 +56,9 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
 
 
 def other_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
-    """Files that are no part of the checkpoint, nor look like one, nor describe it."""
+    """Files that are no part of the checkpoint, nor look like one, nor describe it, nor are checked beside it."""
     used, kinds = _used(manifest)
+    used.update(side_files(manifest, listing))
     known = (*_UNFINISHED_SUFFIXES, *_COMPANION_SUFFIXES)
     return tuple(
         path

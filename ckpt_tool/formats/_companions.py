@@ -121,7 +121,7 @@ def config_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
 
     Which there are, their type, tied weights. Two requests at most, and one for each companion that does not read.
     """
-    for path, key in (("config.json", "config"), ("adapter_config.json", "adapter")):
+    for path, key in (("config.json", "config"), ("adapter_config.json", "adapter"), (_TRAINER_STATE, "step")):
         if path in source.listing and key not in manifest.info:
             notes: list[str] = []
             _read_json(source, path, notes)

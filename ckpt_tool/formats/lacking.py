@@ -1,21 +1,28 @@
 """Which file a folder lacks without which no reader knows it: the one that names what the others hold.
 
-Told from the names of the others alone; only to be asked once no reader knows the folder.
+It is not there, by the names of the others, or it is no such file, by its first and last bytes. Only to be asked once
+no reader knows the folder.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tool.formats._split_names import index_beside, missing_names, split_name
+from ckpt_tool.formats.base import Source
 
-__all__ = ["lacking_files"]
+__all__ = ["lacking_files", "unreadable_files"]
 
+_MAX_JSON_NBYTES = 16 << 20
 # A file that must be there, a pattern of others beside or below its folder (group 1), and one that stands for it.
 _NEEDED = (
     (".metadata", re.compile(r"(|.*/)__\d+_\d+\.distcp"), re.compile(r"(|.*/)__\d+\.metadata")),
     ("metadata.json", re.compile(r"((?:.*/)?iter_\d+/)(?:common\.pt|[^/]+\.distcp|[^/]+/\.zarray)"), None),
+    ("metadata.pkl", re.compile(r"(|.*/)[A-Za-z0-9-]+_\d{1,7}\.safetensors"), None),
+    ("metadata.pkl", re.compile(r"(|.*/)metadata\.pkl"), None),
+    ("_CHECKPOINT_METADATA", re.compile(r"(|.*/)[^/]+/_METADATA"), re.compile(r"(|.*/)[^/]+/_CHECKPOINT_METADATA")),
     (".snapshot_metadata", re.compile(r"()(?:replicated|sharded)/.+"), None),
     ("checkpoint_metadata.json", re.compile(r"(|\d+/)model/.+/model_[^/]+\.safetensors"), None),
     ("manifest.ocdbt", re.compile(r"(|(?:.*/)?)ocdbt\.process_\d+/manifest\.ocdbt"), None),
@@ -32,18 +39,41 @@ def lacking_files(paths: Iterable[str]) -> list[str]:
     ([], ['model-00002-of-00002.bin', 'model.bin.index.json'])
     """
     here = sorted(paths)
-    found: dict[str, None] = {}
-    for name, pattern, instead in _NEEDED:
-        folders = dict.fromkeys(match[1] for path in here if (match := pattern.fullmatch(path)) is not None)
-        for folder in folders:
-            stands = instead is not None and any(
-                (match := instead.fullmatch(path)) is not None and match[1] == folder for path in here
-            )
-            if f"{folder}{name}" not in here and not stands:
-                found[f"{folder}{name}"] = None
+    found = dict.fromkeys(path for path in _needed(here) if path not in here)
     numbered = [path for path in here if "/" not in path and split_name(path) is not None]
     for path in missing_names(numbered):
         found[path] = None
     if numbered and index_beside(numbered) not in here:
         found[index_beside(numbered)] = None
     return list(found)
+
+
+def unreadable_files(source: Source) -> list[str]:
+    """Such files that are there and hold no JSON, or no whole pickle, whichever they should. A request or two each."""
+    needed = [path for path in _needed(sorted(source.listing.sizes)) if path in source.listing]
+    return [path for path in needed if not _is_whole(source, path)]
+
+
+def _needed(here: Sequence[str]) -> Iterator[str]:
+    """Files that those which are here call for, whether or not they are here too."""
+    for name, pattern, instead in _NEEDED:
+        folders = dict.fromkeys(match[1] for path in here if (match := pattern.fullmatch(path)) is not None)
+        for folder in folders:
+            stands = instead is not None and any(
+                (match := instead.fullmatch(path)) is not None and match[1] == folder for path in here
+            )
+            if not stands:
+                yield f"{folder}{name}"
+
+
+def _is_whole(source: Source, path: str) -> bool:
+    nbytes = source.listing.nbytes(path)
+    if path.endswith((".metadata", ".pkl")):  # protocol 2 and later: PROTO to STOP
+        read = source.store.read
+        return nbytes > 2 and (read(path, 0, 1), read(path, nbytes - 1, 1)) == (b"\x80", b".")
+    if path.endswith(".json") and nbytes <= _MAX_JSON_NBYTES:
+        try:
+            json.loads(source.store.read(path, 0, nbytes))
+        except (ValueError, RecursionError):
+            return False
+    return nbytes > 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.checks.report import VerifyReport
 from ckpt_tool.errors import CkptError, FormatError, IntegrityError, NotFound, UnsafePickle
-from ckpt_tool.formats.lacking import lacking_files
+from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.lacking import lacking_files, unreadable_files
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.open import open_store
@@ -73,15 +75,15 @@ def _files_of(error: CkptError, checkpoint: str | os.PathLike[str]) -> tuple[str
         store, listing = open_store(checkpoint)
     except CkptError:
         return ()
-    store.close()
-    if listing.entry is not None:
-        return (listing.entry,) if _is_known(listing.entry) else ()
-    named = listing.named((error.where or "").removeprefix(f"{listing.url.rstrip('/')}/"))
-    if named is not None:
-        return (named,)
-    if isinstance(error, NotFound) and _is_inside(error.where, listing):
-        return (str(error.where),)
-    return tuple(lacking_files(listing.sizes))
+    with closing(store):
+        if listing.entry is not None:
+            return (listing.entry,) if _is_known(listing.entry) else ()
+        named = listing.named((error.where or "").removeprefix(f"{listing.url.rstrip('/')}/"))
+        if named is not None:
+            return (named,)
+        if isinstance(error, NotFound) and _is_inside(error.where, listing):
+            return (str(error.where),)
+        return tuple(sorted({*lacking_files(listing.sizes), *unreadable_files(Source(store, listing))}))
 
 
 def _is_inside(where: str | None, listing: Listing) -> bool:

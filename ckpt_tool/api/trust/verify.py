@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, plan_limits
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.absent import missing_file_findings
+from ckpt_tool.checks.companions import side_files
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers, check_metadata
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
@@ -21,13 +22,14 @@ from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.checks.tolerant import read_tolerantly
 from ckpt_tool.checks.unowned import unowned_findings
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.errors import CkptError, UsageError
+from ckpt_tool.errors import CkptError, StorageError, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.manifest.finding import Finding
-from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.store import Listing
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -116,14 +118,14 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
         )
 
     if isinstance(checkpoint, Checkpoint):
-        return report_of(checkpoint)
+        return _with_side_files(report_of(checkpoint), checkpoint.source, checkpoint.manifest, memory_budget_bytes)
     store, listing = open_store(checkpoint)
     try:
         source = Source(store, listing)
         reader = detect(source)
         reading = read_tolerantly(reader, source)
         opened = Checkpoint(os.fspath(checkpoint), reading.source, reader, reading.manifest, memory_budget_bytes)
-        report = report_of(opened)
+        report = _with_side_files(report_of(opened), reading.source, reading.manifest, memory_budget_bytes)
         return replace(report, findings=sort_findings(reading.merged(report.findings)))
     finally:
         store.close()
@@ -167,6 +169,8 @@ def _report(
             checked_nbytes, covered_nbytes = content.checked_nbytes + told_nbytes, content.covered_nbytes
             unproven = content.unproven_files
     findings = [*findings, *missing_file_findings(manifest, findings)]
+    named = {finding.where.path for finding in findings if finding.where is not None}
+    coded = {entry.path: entry.part for entry in manifest.files if entry.part is not None and entry.path in named}
     return VerifyReport(
         url=checkpoint.url,
         format=manifest.format,
@@ -179,7 +183,44 @@ def _report(
         covered_nbytes=covered_nbytes,
         seconds=time.perf_counter() - started,
         unproven_files=unproven,
+        parts={path: _on_storage(part, source.listing) for path, part in coded.items()},
     )
+
+
+def _with_side_files(report: VerifyReport, source: Source, manifest: Manifest, budget_bytes: int) -> VerifyReport:
+    """The report with what is wrong with torch files that lie beside the tensors, each looked at as one by itself."""
+    for path in side_files(manifest, source.listing):
+        if report.level == "quick" and source.listing.nbytes(path):
+            continue
+        own = Source(source.store, replace(source.listing, entry=path))
+        try:
+            reader = detect(own)
+            opened = Checkpoint(report.url, own, reader, reader.read(own), budget_bytes)
+            found = _report(opened, report.level, budget_bytes, 1, None, time.perf_counter())
+        except StorageError:
+            raise
+        except CkptError as error:
+            said = f"{path} cannot be read: {error.message}"
+            finding = Finding("unreadable-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
+            report = replace(report, findings=sort_findings([*report.findings, finding]))
+            continue
+        errors = [finding for finding in found.findings if finding.severity is Severity.ERROR]
+        report = replace(
+            report,
+            findings=sort_findings([*report.findings, *errors]),
+            checked_nbytes=report.checked_nbytes + found.checked_nbytes,
+            covered_nbytes=report.covered_nbytes + found.covered_nbytes,
+            seconds=report.seconds + found.seconds,
+            unproven_files=tuple(sorted({*report.unproven_files, *found.unproven_files})),
+            parts={**found.parts, **report.parts},
+        )
+    return report
+
+
+def _on_storage(part: FileRange, listing: Listing) -> FileRange:
+    """The bytes of a coded part; length 0 where these are a file of their own."""
+    is_file = not part.offset and part.length >= listing.sizes.get(part.path, 0)
+    return FileRange(part.path, 0, 0) if is_file else part
 
 
 def _vocabulary(

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from ckpt_tool.checksum import crc32
+from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._dcp.item_kinds import ItemKinds, MemberSum
 from ckpt_tool.formats._dcp.items import is_zip
 from ckpt_tool.formats._dcp.merged import read_merged
@@ -51,7 +52,13 @@ def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding
     for where, head, tail in _edges(source, places):
         if is_zip(head):
             fqn = tensors.get(where)
-            sums = _item_sums(source, where, head, tail, kinds)
+            sums: Iterable[MemberSum | Fault] = _item_sums(source, where, head, tail, kinds)
+            if where in objects:
+                try:
+                    sums = list(sums)
+                except FormatError as error:  # one object hides no other
+                    yield Finding("damaged-object", Severity.ERROR, str(error), objects[where], where)
+                    continue
             yield from _told(sums, where.path, where.offset, fqn, objects.get(where))
         elif head.startswith(_ZSTD) and where not in tensors:
             yield from _in_frame(source, where, objects.get(where), kinds)

@@ -126,6 +126,7 @@ def _tracked(source: Source, found: Collection[str], complete: list[str]) -> Loc
     listed = _listed(complete) if complete else "none"
     raise NotFound(
         f"{TRACKER} names {text}, but {folder} {what}; complete iterations: {listed}",
+        files=() if folder in found else (TRACKER,),
         where=source.listing.url,
         hint=hint,
     )

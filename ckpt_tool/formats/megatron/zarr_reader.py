@@ -38,7 +38,7 @@ from ckpt_tool.storage.subfolder import places_below
 __all__ = ["READER", "MegatronZarrReader"]
 
 _ARRAY = "/.zarray"
-_OBJECT = re.compile(r"shard_[\d.]+_[\d.]+\.pt")
+_OBJECT = re.compile(r"shard_([\d.]+)_([\d.]+)\.pt")
 _MAX_NAMED = 100
 _CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _MAX_ARRAY_NBYTES = 64 << 10
@@ -177,9 +177,11 @@ class MegatronZarrReader:
         yield from common_checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
-        """Chunk files that are missing, and a missing common state."""
-        del source
+        """Chunk files and pieces of objects that are missing, and a missing common state."""
         yield from common_findings(manifest.info)
+        for path in _absent_pieces(source.listing.paths):
+            said = f"{path} is missing, a piece of an object of which others are here"
+            yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
         for fqn, paths in manifest.info.get("missing_chunks", {}).items():
             for path in paths:
                 yield Finding(
@@ -267,6 +269,21 @@ def _chunks(source: Source, paths: Sequence[str], fqn: str, array: _Array) -> It
         length = array.dtype.itemsize * (last + 1)
         kept = None if sizes == array.chunks else strides
         yield Chunk(fqn, Box(offsets, sizes), FileRange(path, 0, length), kept, 0, None)
+
+
+def _absent_pieces(paths: Iterable[str]) -> Iterator[str]:
+    """Files of objects in pieces that are not here, by those of the same object that are, which say how many it has."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        match = _OBJECT.fullmatch(name)
+        if match is not None:
+            found.setdefault((folder, match[2]), set()).add(match[1])
+    for (folder, grid), here in found.items():
+        sizes = [int(size) for size in grid.split(".") if size]
+        pieces = (".".join(map(str, index)) for index in product(*map(range, sizes)))
+        for piece in islice((piece for piece in pieces if piece not in here), _MAX_NAMED):
+            yield f"{folder}/shard_{piece}_{grid}.pt"
 
 
 def _objects(source: Source, prefix: str, folder: str) -> Iterator[Blob]:

@@ -78,6 +78,11 @@ class Array:
         """Number of chunks along each dimension."""
         return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
 
+    def chunk_key(self, index: tuple[int, ...]) -> str:
+        """The key (below the array's) of the chunk at this place in the grid."""
+        parts = ["c", *map(str, index)] if self.version == 3 else list(map(str, index))
+        return self.separator.join(parts) or "0"
+
     def chunk_index(self, key: str) -> tuple[int, ...] | None:
         """Where in the grid the chunk of this key (below the array's) is, None for another key."""
         if self.version == 3:

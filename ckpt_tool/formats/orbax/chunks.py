@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 from math import prod
 
 import numpy as np
@@ -41,6 +41,18 @@ class Stored:
     name: str
     array: Array
     values: Mapping[tuple[int, ...], Value]
+
+    def lost(self, *, zeros_are_left_out: bool) -> Iterator[tuple[int, ...]]:
+        """Places in the grid whose chunk is not there, or is shorter than any chunk is; the first ones of very many."""
+        if not prod(self.array.shape):
+            return
+        yield from (index for index in self.values if self.is_cut(index))
+        if not zeros_are_left_out:
+            yield from islice(_absent(self), _MAX_MISSING)
+
+    def is_cut(self, index: tuple[int, ...]) -> bool:
+        """Whether a chunk has no bytes at all, or a shard not even an index."""
+        return _nbytes(self.values[index]) < max(self.array.index_nbytes, 1)
 
 
 @dataclass(slots=True)
@@ -106,13 +118,7 @@ def shard_indexes(source: Source, stored: Stored) -> dict[tuple[int, ...], list[
     """
     array = stored.array
     length = array.index_nbytes
-    keys = list(stored.values)
-    for index in keys:
-        if _nbytes(stored.values[index]) < length:
-            raise FormatError(
-                f"a shard of {counted(_nbytes(stored.values[index]), 'byte')}, its index alone has {length:,}",
-                where=f"{stored.name}{list(index)}",
-            )
+    keys = [index for index in stored.values if not stored.is_cut(index)]
     far = [index for index in keys if isinstance(stored.values[index], FileRange)]
     places = [_part(stored.values[i], _nbytes(stored.values[i]) - length, length) for i in far]
     read = dict(zip(far, source.store.fetch(places) if far else [], strict=True))
@@ -120,7 +126,7 @@ def shard_indexes(source: Source, stored: Stored) -> dict[tuple[int, ...], list[
     for index in keys:
         value = stored.values[index]
         data = value.data[-length:] if isinstance(value, Inline) else read[index]
-        where = f"{stored.name}{list(index)}"
+        where = _where(stored, index)
         expected = struct.unpack("<I", data[-4:])[0]
         if crc32c(data[:-4]) != expected:
             raise FormatError("the index of the shard does not match its CRC-32C", where=where)
@@ -152,9 +158,12 @@ def add_chunks(
         return
     place = _Places(source, columns, stored)
     starts: list[tuple[int, ...]] = []
-    n_missing = 0
+    n_missing = n_cut = 0
     indexes = shard_indexes(source, stored) if array.is_sharded and array.n_inner > 1 else None
     for index, value in stored.values.items():
+        if stored.is_cut(index):
+            n_cut += 1
+            continue
         corner = tuple(i * n for i, n in zip(index, array.chunks, strict=True))
         for start, offset, nbytes in _pieces(array, value, None if indexes is None else indexes[index]):
             at = tuple(c + s for c, s in zip(corner, start, strict=True))
@@ -173,8 +182,11 @@ def add_chunks(
         if zeros_are_left_out:
             starts.append(tuple(i * n for i, n in zip(index, array.chunks, strict=True)))
             place.add_zeros(prod(array.chunks))
-    if n_missing:
-        (filled.zeros if zeros_are_left_out else filled.missing)[stored.name] = n_missing
+    if zeros_are_left_out and n_missing:
+        filled.zeros[stored.name] = n_missing
+    n_lost = n_cut + (0 if zeros_are_left_out else n_missing)
+    if n_lost:
+        filled.missing[stored.name] = n_lost
     place.finish(tensor, starts)
 
 
@@ -205,6 +217,13 @@ def _pieces(
     counts = [whole // part for whole, part in zip(array.chunks, array.inner, strict=True)]
     for cell, (offset, nbytes) in zip(product(*map(range, counts)), index, strict=True):
         yield tuple(c * n for c, n in zip(cell, array.inner, strict=True)), offset, nbytes
+
+
+def _where(stored: Stored, index: tuple[int, ...]) -> str:
+    """A chunk for messages: its file, where it has one of its own."""
+    value = stored.values[index]
+    is_file = isinstance(value, FileRange) and value.path.endswith(f"{stored.name}/{stored.array.chunk_key(index)}")
+    return value.path if is_file and isinstance(value, FileRange) else f"{stored.name}{list(index)}"
 
 
 def _nbytes(value: Value) -> int:
@@ -239,7 +258,8 @@ class _Places:
         is_far = isinstance(value, FileRange)
         part = _part(value, offset, nbytes) if isinstance(value, FileRange) else value.part
         if array.codec is None and nbytes != array.inner_nbytes:
-            raise FormatError(f"a chunk has {counted(nbytes, 'byte')}, expected {array.inner_nbytes:,}", where=label)
+            where = _where(self.stored, index)
+            raise FormatError(f"a chunk has {counted(nbytes, 'byte')}, expected {array.inner_nbytes:,}", where=where)
         at = 0
         if is_far and array.codec is None:
             entry = FileEntry(part.path, self.source.listing.nbytes(part.path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
@@ -16,10 +17,11 @@ from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._json import read_json
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.orbax.arrays import DESCRIPTIONS
 from ckpt_tool.formats.orbax.chunks import Filled, Stored, add_chunks, arrays_of, shard_indexes
 from ckpt_tool.formats.orbax.location import Items, find_items
 from ckpt_tool.formats.orbax.ocdbt import MANIFEST, Value, read_database
-from ckpt_tool.formats.orbax.tree import Leaf, Tree, read_mesh, read_tree
+from ckpt_tool.formats.orbax.tree import STRINGS, Leaf, Tree, read_mesh, read_tree
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.sizes import counted
@@ -33,6 +35,7 @@ _DATABASE = re.compile(r"(?:^|/)(?:d|ocdbt_data|ocdbt_meta)/[^/]+$|(?:^|/)manife
 _VALUES = "checkpoint"  # before 0.4 Orbax kept the tree and what is no array in a file of Flax's
 _MANY_FILES = 100_000
 _MAX_PROCESSES_READ = 64
+_MAX_CHUNKS_NAMED = 100
 
 
 class OrbaxReader(ResolvedReader):
@@ -118,10 +121,6 @@ class OrbaxReader(ResolvedReader):
 
         Reads the store again, and the index of each shard.
         """
-        for fqn, count in manifest.info.get("missing_chunks", {}).items():
-            yield Finding(
-                "missing-chunk", Severity.ERROR, f"{counted(count, f'chunk of {fqn!r}', 'are')} not stored", fqn=fqn
-            )
         n_files = len(source.listing.sizes)
         if n_files > _MANY_FILES:
             said = (
@@ -142,13 +141,21 @@ class OrbaxReader(ResolvedReader):
                 fqn = _fqn(prefix, name)
                 yield Finding("missing-tensor", Severity.ERROR, _written_over(fqn), fqn=fqn)
             for name, leaf in tree.leaves.items():
+                if leaf.kind == "string" and name not in tree.strings:
+                    path = "/".join(filter(None, (folder, STRINGS)))
+                    said = f"the text {_fqn(prefix, name)!r} is in the tree and not in {path}"
+                    yield Finding("missing-object", Severity.ERROR, said, where=FileRange(path, 0, 0))
                 if name not in names and leaf.has_array:
                     fqn = _fqn(prefix, name)
-                    yield Finding("missing-tensor", Severity.ERROR, f"{fqn!r} is in the tree and not stored", fqn=fqn)
+                    said, where = f"{fqn!r} is in the tree and not stored", _place_of(source, folder, name)
+                    yield Finding("missing-tensor", Severity.ERROR, said, fqn, where)
             for one in stored:
                 if tree.leaves and one.name not in tree.leaves:
                     fqn = _fqn(prefix, one.name)
                     yield Finding("stray-tensor", Severity.WARNING, f"{fqn!r} is stored and not in the tree", fqn=fqn)
+                n_lost = manifest.info.get("missing_chunks", {}).get(one.name, 0)
+                if n_lost:
+                    yield from _lost_findings(source, folder, _fqn(prefix, one.name), one, tree, n_lost)
                 if one.array.is_sharded:
                     yield from _index_findings(source, prefix, one)
 
@@ -256,6 +263,35 @@ def _generators(source: Source, path: str) -> dict[str, str]:
     except (AttributeError, KeyError, TypeError, FormatError):
         return {}
     return {name: str(kind) for name, kind in kinds.items() if kind is not None}
+
+
+def _place_of(source: Source, folder: str, name: str) -> FileRange | None:
+    """What to fetch of an array that is not there: its description, or all of it; None in a database."""
+    prefix = f"{folder}/" if folder else ""
+    if prefix + MANIFEST in source.listing:
+        return None
+    paths = source.listing.paths
+    if not any(path.startswith(f"{prefix}{name}/") for path in paths):
+        return FileRange(f"{prefix}{name}/*", 0, 0)
+    here = (each for each in DESCRIPTIONS if any(path.endswith(f"/{each}") for path in paths))
+    return FileRange(f"{prefix}{name}/{next(here, DESCRIPTIONS[0])}", 0, 0)
+
+
+def _lost_findings(source: Source, folder: str, fqn: str, stored: Stored, tree: Tree, n_lost: int) -> Iterator[Finding]:
+    """Chunks that are not there, each with its file where the store is files; very many are a number."""
+    prefix = f"{folder}/" if folder else ""
+    zeros_are_left_out = stored.array.is_filled_with_zeros and not tree.keeps_fill_values
+    lost = list(islice(stored.lost(zeros_are_left_out=zeros_are_left_out), _MAX_CHUNKS_NAMED))
+    if prefix + MANIFEST in source.listing:
+        lost = []
+    for index in lost:
+        path = f"{prefix}{stored.name}/{stored.array.chunk_key(index)}"
+        what = "is cut" if path in source.listing else "is missing"
+        yield Finding("missing-chunk", Severity.ERROR, f"{path} {what}, a chunk of {fqn!r}", fqn, FileRange(path, 0, 0))
+    if n_lost > len(lost):
+        more = "more " if lost else ""
+        said = f"{counted(n_lost - len(lost), f'{more}chunk of {fqn!r}', 'are')} not stored"
+        yield Finding("missing-chunk", Severity.ERROR, said, fqn=fqn)
 
 
 def _index_findings(source: Source, prefix: KeyPath, stored: Stored) -> Iterator[Finding]:

@@ -19,11 +19,11 @@ from ckpt_tool.manifest.model import KeyPath, MeshInfo
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
-__all__ = ["Leaf", "Tree", "read_mesh", "read_tree"]
+__all__ = ["STRINGS", "Leaf", "Tree", "read_mesh", "read_tree"]
 
 _TREE = "_METADATA"
 _SHARDING = "_sharding"
-_STRINGS = "_strings.json"
+STRINGS = "_strings.json"
 _SEQUENCE = 1  # key_type of positions in lists and tuples; 2 of dicts
 _WITHOUT_ARRAY = frozenset({"None", "Dict", "List", "Tuple", "string"})
 
@@ -68,8 +68,8 @@ def read_tree(source: Source, folder: str) -> Tree:
     """
     prefix = f"{folder}/" if folder else ""
     strings: Any = {}
-    if prefix + _STRINGS in source.listing:
-        strings = read_json(source, prefix + _STRINGS)
+    if prefix + STRINGS in source.listing:
+        strings = read_json(source, prefix + STRINGS)
     if prefix + _TREE not in source.listing:
         return Tree(strings=strings if isinstance(strings, dict) else {})
     where = prefix + _TREE
