@@ -25,7 +25,7 @@ __all__ = ["OptimizerView", "ParameterGroup", "ParameterKey", "match_parameters"
 ParameterKey = str | int
 """How an optimizer calls a parameter: its fqn, or its number in the order in which the optimizer was given them."""
 
-_STATE, _GROUPS = "state", "param_groups"
+_STATE, _GROUPS, _NAMES = "state", "param_groups", "param_names"
 _LISTED = re.compile(r"(\d+)\.params\.(\d+)")
 _SLOTS = frozenset(
     {"param", "fp32_param", "master_param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
@@ -118,7 +118,8 @@ def optimizer_views(manifest: Manifest) -> tuple[OptimizerView, ...]:
 
     A name with ``state`` in it counts only when the tensor is in the optimizer section or ``param_groups`` stands
     beside it: a model may have a module called ``state``. Numbers are matched with model parameters by
-    ``info["optimizer_parameters"]`` where the reader recorded it, else by order and shape (`match_parameters`).
+    ``info["optimizer_parameters"]`` where the reader recorded it, by ``param_names`` of the groups where the optimizer
+    was given names, else by order and shape (`match_parameters`).
     """
     drafts: dict[KeyPath, _Draft] = {}
     for meta in manifest.tensors:
@@ -306,6 +307,15 @@ def _names_of(
     recorded = manifest.info.get("optimizer_parameters")
     if isinstance(recorded, Mapping):
         return {int(key): str(fqn) for key, fqn in recorded.items()}, "names of numbers as the reader matched them"
+    if any(_NAMES in group.unread for group in groups):
+        return {}, f"{_NAMES} of the groups are not read"
+    given = _given_names(groups)
+    if given:
+        found = _in_model([meta.fqn for meta in manifest.tensors if meta.section == "model"], given)
+        if found is None:
+            first = next(iter(given.values()))
+            return {}, f"{_NAMES} of the groups, such as {first!r}, are no tensors of the model, so numbers stay"
+        return found, f"{_NAMES} of the groups give {counted(len(found), 'number')} a name"
     index = manifest.tensors.index
     numbered: list[tuple[int, tuple[int, ...] | None]] = []
     for key, states in state.items():
@@ -325,6 +335,39 @@ def _names_of(
         matched,
         f"order and shape match {counts} in exactly one way, {counted(len(matched), 'number', 'have')} a name",
     )
+
+
+def _given_names(groups: Sequence[ParameterGroup]) -> dict[int, str]:
+    """Names by number where every group has them: of an optimizer that was given named parameters (torch 2.6)."""
+    given: dict[int, str] = {}
+    for group in groups:
+        names = group.hyperparameters.get(_NAMES)
+        if not isinstance(names, list | tuple) or len(names) != len(group.params):
+            return {}
+        given |= {key: str(name) for key, name in zip(group.params, names, strict=True) if isinstance(key, int)}
+    return given
+
+
+def _in_model(fqns: Sequence[str], given: Mapping[int, str]) -> dict[int, str] | None:
+    """The tensor of each name: all under one key of the checkpoint, without what a wrapper put before all of them.
+
+    >>> _in_model(["model.0.w", "model.1.w"], {0: "module.1.w", 1: "module.0.w"})
+    {0: 'model.1.w', 1: 'model.0.w'}
+    """
+    known = set(fqns)
+    names = {key: name.split(".") for key, name in given.items()}
+    while all(names.values()):
+        parts = next(iter(names.values()))
+        ending = ".".join(parts)
+        befores = [fqn.removesuffix(ending) for fqn in fqns if fqn == ending or fqn.endswith(f".{ending}")]
+        for before in sorted(befores, key=len):
+            found = {key: before + ".".join(name) for key, name in names.items()}
+            if known.issuperset(found.values()):
+                return found
+        if len({name[0] for name in names.values()}) > 1:
+            break
+        names = {key: name[1:] for key, name in names.items()}
+    return None
 
 
 def _match_groups(

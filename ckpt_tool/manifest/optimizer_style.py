@@ -64,6 +64,7 @@ def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) ->
             numbers |= {str(number): in_model.get(str(key), str(key)) for key, number in names.items()}
         notes.append(
             f"{view.prefix or 'the optimizer'}: {counted(len(names), 'parameter')}, now keyed by {_KEYED[spelling]}"
+            + (f" ({view.evidence[-1]})" if view.spelling == "ids" and spelling != "ids" else "")
         )
         empty = [number for number, group in enumerate(view.groups) if not group.params]
         if spelling == "flat" and empty:

@@ -19,6 +19,7 @@ from ckpt_tool.api.inspect import inspect
 from tests.formats.dcp.build import Checkpoint
 from tests.reports.conftest import Ckpt
 from tests.reports.made import as_bytes, dcp, saved
+from tests.reports.test_megatron import saved as saved_llama
 
 
 class Model(torch.nn.Module):  # type: ignore[misc]
@@ -181,6 +182,39 @@ def optimizer_state(made: Checkpoint) -> None:
     made.planner_data = paths
 
 
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_r16_names_that_the_optimizer_was_given(ckpt: Ckpt, tmp_path: Path, wrapper: str) -> None:
+    """R16: two layers of one shape, given to the optimizer in the other order by name: moments go with the names."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([(f"{wrapper}{name}", parameters[name]) for name in ("1.weight", "0.weight")])
+    model(torch.ones(1, 4)).pow(2).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "numbers.pt")
+    done = ckpt("reshard", tmp_path / "numbers.pt", tmp_path / "out", "--dp", "2", "--optim-style", "fqn")
+    assert "now keyed by name (param_names of the groups give 2 numbers a name)" in done.text
+    for name, parameter in parameters.items():
+        moment = optimizer.state[parameter]["exp_avg"].numpy().tobytes()
+        assert as_bytes(tmp_path / "out")[f"optim.state.{name}.exp_avg"][2] == moment
+
+
+def test_r16_names_of_another_model(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: names that the model does not have are no reason to go by order, and without any the order is said."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    for given, expected in {
+        ("other",): "such as 'other', are no tensors of the model",
+        (): "order and shape match",
+    }.items():
+        parameters = [(name, model.weight) for name in given] or [model.weight]
+        optimizer = torch.optim.SGD(parameters, momentum=0.9)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "numbers.pt")
+        target = tmp_path / f"out{len(given)}"
+        done = ckpt("reshard", tmp_path / "numbers.pt", target, "--dp", "2", "--optim-style", "fqn")
+        assert (done.status, expected in done.text) == (2 * len(given), True)
+
+
 def test_r16_groups_keep_their_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
     """R16: of three groups, one of them empty, each keeps its learning rate and its parameters through a reshard."""
     source = dcp(tmp_path / "source", optimizer_state)
@@ -213,3 +247,17 @@ def test_r17_parameters_without_state(ckpt: Ckpt, tmp_path: Path) -> None:
     found = ckpt("verify", source)
     assert found.status == 0
     assert "1 parameter of optim without state, as those that never got a gradient: c" in found.text.replace("'", "")
+
+
+def test_r16_on_the_way_to_megatron(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: a state by number becomes that of Megatron's weights by its order, which is said."""
+    weights = {name: torch.from_numpy(array) for name, array in saved_llama(tmp_path / "hf").items()}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(tensor.clone()) for tensor in weights.values()])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"model": weights, "optim": optimizer.state_dict()}, tmp_path / "run.pt")
+    config = tmp_path / "hf/config.json"
+    done = ckpt("reshard", tmp_path / "run.pt", tmp_path / "out", "--to", "megatron", "--config", config)
+    assert done.status == 0
+    assert "optim: order and shape match 12 numbers with 12 model tensors in exactly one way" in done.text

@@ -159,7 +159,7 @@ def _from_config(
     rows = [row for row in range(len(manifest.tensors)) if manifest.tensors.section[row] == model]
     states = states_of(manifest, blobs).of_adam()
     has_state = bool(states.tensors)
-    notes: list[str] = []
+    notes = list(states.notes) if has_state else []
     step = step_of(checkpoint, manifest, blobs, states) if has_state else 0
     dropped = list(_left_out(manifest, blobs, states))
     if has_state:

@@ -81,7 +81,7 @@ def as_torch_training(
     steps = {} if not states.tensors else _steps(manifest, states)
     views, of_masters = _of_masters(weights, states)
     moments, without = state_views(weights, states.tensors, MOMENTS, torch_state)
-    notes = list(named.notes)
+    notes = [*named.notes, *(states.notes if moments else ())]
     objects: list[Blob] = []
     if moments:
         step = step_of(checkpoint, manifest, blobs, replace(states, steps=steps, groups=_groups(states, blobs)))

@@ -53,6 +53,8 @@ class WeightStates:
     """With names as optimizers have them."""
     unnamed: str = ""
     """Why the weights of some state are not known; empty where they are."""
+    notes: tuple[str, ...] = ()
+    """How numbered parameters got their names."""
 
     def of_adam(self) -> WeightStates:
         """The weights that have both moments of Adam, with these and their masters."""
@@ -108,7 +110,8 @@ def states_of(manifest: Manifest, blobs: Sequence[Blob]) -> WeightStates:
                 steps[weight] = own[_STEP]
     unnamed = [view.evidence[-1] for view in views if any(isinstance(key, int) for key in view.named())]
     groups = tuple(group for view in views for group in view.named_groups())
-    return WeightStates(found, steps, groups, "; ".join(unnamed))
+    notes = tuple(f"{view.prefix or 'the optimizer'}: {view.evidence[-1]}" for view in views if view.names)
+    return WeightStates(found, steps, groups, "; ".join(unnamed), notes)
 
 
 def step_of(checkpoint: Checkpoint, manifest: Manifest, blobs: Sequence[Blob], states: WeightStates) -> int:
