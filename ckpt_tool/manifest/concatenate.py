@@ -16,7 +16,7 @@ from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
 
-__all__ = ["concatenate_ranks", "names_of_ranks"]
+__all__ = ["concatenate_ranks", "first_of_ranks", "names_of_ranks"]
 
 _OF_RANK = re.compile(r"(.+)@rank(\d+)")
 
@@ -82,6 +82,24 @@ def concatenate_ranks(manifest: Manifest, dims: Mapping[str, int]) -> Manifest:
         },
     )
     return only_tensors(joined, [row for row in range(len(fqns)) if row not in absorbed])
+
+
+def first_of_ranks(manifest: Manifest, fqns: Sequence[str]) -> Manifest:
+    """``manifest`` with only the first rank's of tensors ``name@rank<r>``, called ``name``, for each of ``fqns``."""
+    apart = names_of_ranks(manifest.tensors.fqns)
+    names, paths = (
+        list(manifest.tensors.fqns),
+        list(manifest.tensors.paths or ((fqn,) for fqn in manifest.tensors.fqns)),
+    )
+    gone: set[int] = set()
+    for fqn in fqns:
+        first, *others = (manifest.tensor_id(name) for _, name in sorted(apart[fqn].items()))
+        names[first], paths[first] = fqn, _without_rank(paths[first])
+        gone.update(others)
+    info = {**manifest.info, "kept_apart": [fqn for fqn in manifest.info.get("kept_apart", ()) if fqn not in fqns]}
+    tensors = replace(manifest.tensors, fqns=tuple(names), paths=tuple(paths))
+    taken = manifest.replace(tensors=tensors, info=info)
+    return only_tensors(taken, [row for row in range(len(names)) if row not in gone])
 
 
 def _parts(manifest: Manifest, fqn: str, apart: Mapping[int, str]) -> list[_Part]:

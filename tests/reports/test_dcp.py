@@ -244,6 +244,11 @@ class TestR10SameKey:
         with ckpt_tool.open(tmp_path / "out") as whole:
             assert list(whole) == ["w"]
             assert whole["w"][...].tolist() == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
+        refused = ckpt("export", source, tmp_path / "no")
+        assert (refused.status, "--exclude 'w@rank*'" in refused.err) == (3, True)
+        first = ckpt("reshard", source, tmp_path / "first", "--dp", "2", "--unequal", "first")
+        assert (first.status, "1 tensor is the first rank's, as --unequal says: w" in first.text) == (0, True)
+        assert values(tmp_path / "first", "w") == [[0.0], [0.0]]
         refused = ckpt("export", source, tmp_path / "no", "--unequal", "w=concat:0")
         assert refused.status == 2
         assert (

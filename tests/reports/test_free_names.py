@@ -78,3 +78,10 @@ def test_keys_around_keys_of_the_model(ckpt: Ckpt, tmp_path: Path) -> None:
     torch.save({"state": {"model": {"w": torch.ones(3)}, "optimizers": {"AdamW": _trained()}}}, tmp_path / "run.pt")
     assert ckpt("export", tmp_path / "run.pt", tmp_path / "out").status == 0
     assert set(as_bytes(tmp_path / "out")) == {"w"}
+
+
+def test_a_tensor_that_is_all_there_is(ckpt: Ckpt, tmp_path: Path) -> None:
+    """One tensor and nothing around it has a name in an export too."""
+    torch.save(torch.arange(3.0), tmp_path / "tensor.pt")
+    assert ckpt("export", tmp_path / "tensor.pt", tmp_path / "out").status == 0
+    assert list(as_bytes(tmp_path / "out")) == ["value"]

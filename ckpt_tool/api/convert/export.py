@@ -198,7 +198,8 @@ def _with_names(checkpoint: Checkpoint, manifest: Manifest, wanted: NamesOptions
     if found is not None:
         return found
     paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
-    names = list(zip(manifest.tensors.fqns, module_names(paths), strict=True))
+    # A tensor that is all there is has no keys to be named by.
+    names = [(fqn, name or fqn) for fqn, name in zip(manifest.tensors.fqns, module_names(paths), strict=True)]
     views = renaming_views(manifest, names) if any(old != new for old, new in names) else ()
     return HfNames(renamed(manifest, dict(names)), (), beside_model_notes(paths), views, {})
 

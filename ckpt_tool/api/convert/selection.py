@@ -104,7 +104,7 @@ def select_tensors(
     rows = select(manifest, include=include, exclude=of_tensors, sections=sections or ())
     chosen = set(rows.tolist())
     fqns = [manifest.tensors.fqns[row] for row in rows]
-    dims = settle_unequal(checkpoint, fqns, parse_unequal(unequal))
+    settled = settle_unequal(checkpoint, fqns, parse_unequal(unequal))
     dropped = []
     for row in range(len(manifest.tensors)):
         if row not in chosen:
@@ -116,7 +116,7 @@ def select_tensors(
         gone |= _unfit_state(manifest, include)
     dropped += [Dropped(fqn, "not selected") for fqn in dict.fromkeys(manifest.blobs[row].fqn for row in sorted(gone))]
     objects = tuple(row for row in range(len(manifest.blobs)) if row not in gone)
-    taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), dims)
+    taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), settled)
     notes += _absent(taken, checkpoint.url)
     return Selection(taken, tuple(dropped), notes, objects)
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.errors import IntegrityError, UsageError
-from ckpt_tool.manifest.concatenate import concatenate_ranks, names_of_ranks
+from ckpt_tool.manifest.concatenate import concatenate_ranks, first_of_ranks, names_of_ranks
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
-__all__ = ["UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
+__all__ = ["Settled", "UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
 _RULE = r"(?:(?P<pattern>.+)=)?(?:first|concat:(?P<dim>\d))"
 
@@ -47,8 +47,18 @@ def parse_unequal(texts: str | Sequence[str] | None) -> tuple[UnequalRule, ...]:
     return tuple(rules)
 
 
-def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[UnequalRule]) -> dict[str, int]:
-    """The dimension along which each of the tensors that must be joined is, by ``rules``; the last that fits counts.
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What becomes of tensors of which ranks hold different things."""
+
+    dims: Mapping[str, int]
+    """By fqn, the dimension along which ranks' parts are put one behind another."""
+    first: tuple[str, ...]
+    """Names under which each rank has a tensor of its own, where the first rank's is the one to take."""
+
+
+def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[UnequalRule]) -> Settled:
+    """What ``rules`` say of the tensors that ranks do not share; the last rule that fits counts.
 
     Compares what is only taken for a replica; costs the files' checksums, or the bytes where none are recorded.
 
@@ -57,9 +67,9 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
         NotFound: a rule's pattern fits no tensor.
     """
     manifest = checkpoint.manifest
-    chosen = set(fqns)
-    apart = [fqn for fqn, names in names_of_ranks(fqns).items() if fqn in manifest.info.get("kept_apart", ())]
-    unequal = {} if all(rule == UnequalRule(None, None) for rule in rules) and rules else _unequal(checkpoint, chosen)
+    apart = [fqn for fqn in names_of_ranks(fqns) if fqn in manifest.info.get("kept_apart", ())]
+    takes_first = all(rule == UnequalRule(None, None) for rule in rules) and bool(rules)
+    unequal = _unequal(checkpoint, set() if takes_first else set(fqns), apart)
     by_fqn = _by_fqn(rules, [*fqns, *apart])
     open_ = [fqn for fqn in unequal if fqn not in by_fqn]
     if open_:
@@ -68,19 +78,31 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
             f"{counted(len(open_), 'tensor', 'differ')} between ranks and nothing says how they join ({names}); "
             f"{unequal[open_[0]].message}",
             where=checkpoint.url,
-            hint=_hint(open_[0], manifest),
+            hint=_hint(open_[0], manifest, is_apart=open_[0] in apart),
         )
-    return {fqn: dim for fqn in (*unequal, *apart) if (dim := by_fqn.get(fqn)) is not None}
-
-
-def apply_unequal(manifest: Manifest, dims: Mapping[str, int]) -> tuple[Manifest, tuple[str, ...]]:
-    """``manifest`` with tensors joined as ``settle_unequal`` said, and a note about it."""
-    if not dims:
-        return manifest, ()
-    shown = ", ".join(f"{fqn} along {dim}" for fqn, dim in list(dims.items())[:4]) + (" ..." if len(dims) > 4 else "")
-    return concatenate_ranks(manifest, dims), (
-        f"{counted(len(dims), 'tensor of ranks', 'are')} put one behind another, as --unequal says: {shown}",
+    return Settled(
+        {fqn: dim for fqn in dict.fromkeys((*unequal, *apart)) if (dim := by_fqn.get(fqn)) is not None},
+        tuple(fqn for fqn in apart if fqn in by_fqn and by_fqn[fqn] is None),
     )
+
+
+def apply_unequal(manifest: Manifest, settled: Settled) -> tuple[Manifest, tuple[str, ...]]:
+    """``manifest`` with tensors joined or taken as ``settle_unequal`` said, and notes about it."""
+    notes = []
+    if settled.dims:
+        shown = _shown([f"{fqn} along {dim}" for fqn, dim in settled.dims.items()])
+        manifest = concatenate_ranks(manifest, settled.dims)
+        what = counted(len(settled.dims), "tensor of ranks", "are")
+        notes.append(f"{what} put one behind another, as --unequal says: {shown}")
+    if settled.first:
+        manifest = first_of_ranks(manifest, settled.first)
+        what = counted(len(settled.first), "tensor", "are")
+        notes.append(f"{what} the first rank's, as --unequal says: {_shown(settled.first)}")
+    return manifest, tuple(notes)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
 
 
 def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, int | None]:
@@ -94,26 +116,26 @@ def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, int 
     return found
 
 
-def _unequal(checkpoint: Checkpoint, fqns: set[str]) -> dict[str, Finding]:
-    """Tensors of ``fqns`` that are assumed to be replicas and are none."""
+def _unequal(checkpoint: Checkpoint, fqns: set[str], apart: Sequence[str]) -> dict[str, Finding]:
+    """Tensors of ``fqns`` that are assumed to be replicas and are none, and those ``apart`` that should not be so."""
     manifest = checkpoint.manifest
     assumed = [fqn for fqn in manifest.info.get("replicated_by_assumption", ()) if fqn in fqns]
-    if not assumed:
+    if not assumed and not apart:
         return {}
-    only = manifest.replace(info={"replicated_by_assumption": assumed})
+    only = manifest.replace(info={"replicated_by_assumption": assumed, "kept_apart": list(apart)})
     return {
         str(finding.fqn): finding
         for finding in checkpoint.reader.check(checkpoint.source, only)
-        if finding.kind == "different-replicas" and finding.severity is Severity.ERROR
+        if finding.kind in ("different-replicas", "different-shapes") and finding.severity is Severity.ERROR
     }
 
 
-def _hint(fqn: str, manifest: Manifest) -> str:
+def _hint(fqn: str, manifest: Manifest, *, is_apart: bool) -> str:
     if fqn in manifest.info.get("flat_parameters", ()):
         return (
             f"a flat parameter is another part of the model on each rank; leave it out with --exclude {shell_word(fqn)}"
         )
     return (
         f"put them one behind another with --unequal '{fqn}=concat:0', take the first rank's with --unequal first, or "
-        f"leave it out with --exclude {shell_word(fqn)}"
+        f"leave it out with --exclude {shell_word(f'{fqn}@rank*' if is_apart else fqn)}"
     )

@@ -29,6 +29,7 @@ from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, LayoutEntry, parse_layout
+from ckpt_tool.manifest.concatenate import names_of_ranks
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
@@ -98,9 +99,12 @@ class RankFilesReader(TorchFilesReader):
             yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
         for fqn in manifest.info.get("flat_parameters", ()):
             yield Finding("flat-parameter", Severity.WARNING, f"{fqn!r}: {_CANNOT_UNFLATTEN}", fqn=fqn)
+        apart = names_of_ranks(manifest.tensors.fqns) if manifest.info.get("kept_apart") else {}
         for fqn in manifest.info.get("kept_apart", ()):
-            message = f"{fqn!r}: same key, different shapes, no placement; each rank's tensor has its own name"
-            yield Finding("different-shapes", Severity.ERROR, message, fqn=fqn)
+            meta = manifest.tensor(next(iter(apart[fqn].values())))
+            severity = Severity.WARNING if meta.section == "other" else Severity.ERROR
+            message = f"{fqn!r}: same key, different shapes or types, no placement; each rank's tensor has its own name"
+            yield Finding("different-shapes", severity, message, fqn=fqn)
         for mismatch in manifest.info.get("rank_mismatches", ()):
             message = f"{mismatch}, not the one of its name; the pickle's own coordinate is used"
             yield Finding("renamed-file", Severity.WARNING, message)
@@ -158,13 +162,12 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
         found.notes.append(f"{counted(len(missing), 'rank file', 'are')} missing: {shown}")
     if found.replicated:
         found.notes.append(
-            f"{counted(len(found.replicated), 'tensor', 'record')} no placement and have one shape in all files: "
-            "taken for "
-            'replicas (run "ckpt verify" to compare their bytes)'
+            f"{counted(len(found.replicated), 'tensor', 'record')} no placement, with one shape in all files: taken "
+            'for replicas (run "ckpt verify" to compare their bytes)'
         )
     if found.kept_apart:
         found.notes.append(
-            f"{counted(len(found.kept_apart), 'tensor', 'record')} no placement and differ in shape between ranks: "
+            f"{counted(len(found.kept_apart), 'tensor', 'record')} no placement, in several shapes or types: "
             f"each rank's is called name@rankN ({', '.join(found.kept_apart[:_SHOWN])})"
         )
     if found.flat:
