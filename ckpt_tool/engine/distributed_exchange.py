@@ -119,8 +119,8 @@ class _Runner:
         self._filler = Filler(plan, store, landings, self._places, self._take)
         self._sending: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._offset_of_row: dict[int, int] = {}
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._received = torch.empty(0, dtype=torch.uint8)
+        self._received = self._buffer(0)
+        self._buffers = [self._received] * 2
         self.failure: BaseException | None = None
         self._sent = self._received_nbytes = self._largest = 0
 
@@ -133,7 +133,7 @@ class _Runner:
         splits, rows, offsets = self._out.of_round(number, group.size, group.rank)
         nbytes = sum(splits)
         if self._buffers[number % 2].numel() < nbytes:
-            self._buffers[number % 2] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=group.device.type == "cuda")
+            self._buffers[number % 2] = self._buffer(nbytes)
         buffer = self._buffers[number % 2][:nbytes]
         self._sending = buffer.numpy()
         self._offset_of_row = dict(zip(rows.tolist(), offsets.tolist(), strict=True))
@@ -154,6 +154,12 @@ class _Runner:
             at += split
         return buffer, splits, is_marked
 
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, whatever the default device is; pinned where a device copies it."""
+        return torch.empty(
+            nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0 and self._group.device.type == "cuda"
+        )
+
     def _take(self, row: int, elements: npt.NDArray[Any]) -> None:
         at = self._offset_of_row[row]
         space = self._sending[at : at + int(self._nbytes[row])]
@@ -165,7 +171,7 @@ class _Runner:
         splits, rows, offsets = self._in.of_round(number, group.size, group.rank)
         nbytes = sum(splits)
         if self._received.numel() < nbytes:
-            self._received = torch.empty(nbytes, dtype=torch.uint8, pin_memory=group.device.type == "cuda")
+            self._received = self._buffer(nbytes)
         received = self._received[:nbytes]
         group.all_to_all(received, sent, splits, sent_splits)
         self._sent += sent.numel()

@@ -134,16 +134,16 @@ class Group:
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 failure = error
                 data = _described(error).encode()
-        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")  # whatever the default device is
         if self.rank == 0:
-            head[:16] = torch.tensor([len(data), int(failure is not None)]).view(torch.uint8)
+            head[:16] = torch.tensor([len(data), int(failure is not None)], device="cpu").view(torch.uint8)
             start = data[: _HEAD_BYTES - 16]
             head[16 : 16 + len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8) if start else 0
         head = self._broadcast(head)
         nbytes, is_failed = head[:16].view(torch.int64).tolist()
         received: bytes = head[16 : 16 + nbytes].numpy().tobytes()
         if nbytes > len(received):
-            rest = torch.empty(nbytes - len(received), dtype=torch.uint8)
+            rest = torch.empty(nbytes - len(received), dtype=torch.uint8, device="cpu")
             if self.rank == 0:
                 rest = torch.frombuffer(bytearray(data[len(received) :]), dtype=torch.uint8)
             received += self._broadcast(rest).numpy().tobytes()
@@ -192,7 +192,7 @@ class Group:
         """Seconds per byte that one rank receives when all send ``nbytes`` in all, measured once, warmed up."""
         share = max(nbytes // self.size, 1)
         splits = [share] * self.size
-        sent, received = (torch.zeros(share * self.size, dtype=torch.uint8) for _ in range(2))
+        sent, received = (torch.zeros(share * self.size, dtype=torch.uint8, device="cpu") for _ in range(2))
         self.all_to_all(received, sent, splits, splits)
         begun = time.perf_counter()
         self.all_to_all(received, sent, splits, splits)

@@ -192,7 +192,8 @@ def _take_value(path: KeyPath, keys: tuple[Any, ...], value: Any, held: Held, wr
 
 def _saved_parts(leaf: Leaf) -> tuple[Part, ...]:
     if 0 in leaf.shape:  # the same box on all ranks, whatever part of nothing each has, so that one of them writes it
-        return (Part(Box.whole(leaf.shape), torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name))),)
+        nothing = torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name), device="cpu")
+        return (Part(Box.whole(leaf.shape), nothing),)
     return tuple(part for part in leaf.parts if part.box.volume)
 
 

@@ -54,7 +54,8 @@ class TensorMemory:
         packed = np.ascontiguousarray(elements)
         if packed.dtype.kind == "u" and packed.itemsize > 1:
             packed = packed.view(f"i{packed.itemsize}")
-        self._bits[index].copy_(torch.from_numpy(packed.reshape(elements.shape)))
+        with torch.inference_mode():  # which alone may fill what was made in it, and is a matter of each thread
+            self._bits[index].copy_(torch.from_numpy(packed.reshape(elements.shape)))
         # What is strided there comes in one run and is spread by a kernel, for which such a copy does not wait; the
         # training's stream need not wait for the one of a thread that reads.
         self._await_stream()

@@ -5,7 +5,7 @@ Walking it finds the tensors as leaves of boxes, and everything else as slots th
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -113,6 +113,8 @@ def walk_state(state: Any) -> LiveState:
         raise UsageError("the state itself cannot be replaced, only what is in it")
 
     walk = _Walk()
+    if isinstance(state, Mapping) and not state:  # a rank that holds nothing
+        return LiveState((), (), ())
     with torch.no_grad():
         walk.visit((), state, refuse)
         walk.leaves += [megatron_leaf(values) for values in walk.sharded.values()]

@@ -24,5 +24,5 @@ def torch_tensor(array: npt.NDArray[Any], dtype: DType, shape: tuple[int, ...]) 
         raise Unsupported(f"this torch has no {dtype.name}")
     flat = array.reshape(-1).view("u1")
     if not flat.size:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return torch.from_numpy(flat).view(kind).reshape(shape)

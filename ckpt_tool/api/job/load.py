@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -322,7 +322,7 @@ class _Loading:
                 found, value = saved.find(slot.path)
                 if found:
                     slot.set(deepcopy(value))  # the blob serves later loads too
-                else:
+                elif not _is_empty(slot.value):
                     missing.append(slot.fqn)
             for finish in live.finish:
                 finish()
@@ -337,6 +337,11 @@ def _fingerprint(digest: int, everyone: Sequence[IntArray], choice: Choice) -> i
     for rows in everyone:
         found.update(np.ascontiguousarray(rows).data)
     return int.from_bytes(found.digest(), "little") + 1
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether ``value`` is a dict of nothing, as the state of an optimizer that has none, of which nothing is saved."""
+    return isinstance(value, Mapping) and not value
 
 
 def _attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:

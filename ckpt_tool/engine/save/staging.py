@@ -106,10 +106,11 @@ class Stager:
         rows = np.arange(len(held)) if assigned is None else assigned.rows
         offsets, self.nbytes = arrange(boxes.nbytes)
         starts, is_part = boxes.offsets - held.offsets[rows], (boxes.sizes != held.sizes[rows]).any(axis=1)
-        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         self._rows: list[int] = []
         self._cuts: list[tuple[slice, ...] | None] = []
         self._targets: list[torch.Tensor] = []
+        with torch.inference_mode(mode=False):  # what is made in that mode cannot be filled again outside of it
+            memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         for number, (row, offset) in enumerate(zip(rows.tolist(), offsets.tolist(), strict=True)):
             source, cut = views[row], None
             if is_part[number]:
