@@ -241,6 +241,32 @@ def test_extra_state_of_any_class(saver: Saver, tmp_path: Path) -> None:
     assert ckpt_tool.load_extra_state(tmp_path / "s", 0, 1, trusted=True) == {"path": Path("/a"), "n": 1}
 
 
+_FORKING = """
+import atexit, os, sys, torch, ckpt_tool
+first = ckpt_tool.save({"w": torch.ones(4_000_000)}, sys.argv[1] + "/first")
+if not (child := os.fork()):
+    atexit._run_exitfuncs()  # as a copy that ends on its own does; those of multiprocessing do not
+    os._exit(0)
+os.waitpid(child, 0)
+first.wait(60)
+if not (child := os.fork()):
+    ckpt_tool.save({"w": torch.ones(3)}, sys.argv[1] + "/child").wait(60)
+    ckpt_tool.api.job.saver._close_all()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+ckpt_tool.save({"w": torch.ones(3)}, sys.argv[1] + "/second").wait(60)
+"""
+
+
+def test_copies_of_the_process(tmp_path: Path) -> None:
+    """A copy that ends takes no answer of the writer that the first process waits for, and has savers of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORKING, str(tmp_path)]
+    done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("first", "child", "second"):
+        assert ckpt_tool.verify(tmp_path / name, level="full").is_ok
+
+
 def test_the_writer_process_has_no_torch() -> None:
     """It starts in a fraction of a second, and holds none of torch's memory."""
     code = "import sys, ckpt_tool.engine.save.process; sys.exit('torch' in sys.modules)"

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from ckpt_tool.api.job.extra_state import OnResize, extra_path, world_record
 from ckpt_tool.api.job.save_entries import Entries, Staged, entries_of
@@ -61,6 +62,7 @@ class Saver:
         self._handles: list[SaveHandle] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         self._is_closed = False
+        _LIVING.add(self)
 
     def save(  # noqa: PLR0913 - the options of a command
         self,
@@ -150,6 +152,14 @@ class Saver:
         for arena in self._arenas:
             if arena is not None:
                 arena.close()
+
+    def abandon(self) -> None:
+        """Let go of all that is another process's: of the one that this one is a copy of."""
+        self._is_closed = True
+        if self._client is not None:
+            self._client.abandon()
+        if self._listener is not None:
+            self._listener.close()
 
     def _join(self, timeout_s: float) -> None:
         """Find the other ranks, once, and have a writer process."""
@@ -278,6 +288,7 @@ class _Clock:
         self._operations.append(Operation(self._rank, self._step, name, nbytes, start, time.perf_counter() - begun))
 
 
+_LIVING: WeakSet[Saver] = WeakSet()
 _SAVERS: dict[int, Saver] = {}
 
 
@@ -298,3 +309,14 @@ def _close_all() -> None:
     for saver in list(_SAVERS.values()):
         saver.close()
     _SAVERS.clear()
+
+
+def _abandon_all() -> None:
+    """In a copy of the process: what the writer says is not for it, nor may its end be that of the saves."""
+    for saver in list(_LIVING):
+        saver.abandon()
+    _SAVERS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

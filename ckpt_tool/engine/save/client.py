@@ -110,6 +110,10 @@ class WriterClient:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
 
+    def abandon(self) -> None:
+        """Leave the process to whom it belongs."""
+        self._connection.close()
+
     def _await(self, found: Any, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         while True:
