@@ -71,7 +71,7 @@ def digests(  # noqa: PLR0913 - one argument per option
         progress: called with the bytes read so far, from one thread at a time.
 
     Raises:
-        NotFound: nothing there, or no tensor fits a pattern.
+        NotFound: nothing there, or no tensor matches a pattern.
         CoverageError: a tensor is incomplete.
         StorageError: something cannot be read.
     """

@@ -284,7 +284,7 @@ def inspect(
         objects: read the values of objects that are not tensors.
 
     Raises:
-        NotFound: no checkpoint, or no tensor fits.
+        NotFound: no checkpoint, or no tensor matches.
         FormatError: a file contradicts its format.
     """
     opened = nullcontext(checkpoint) if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)

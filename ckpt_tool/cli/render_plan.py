@@ -65,7 +65,7 @@ def result_lines(result: ConversionResult, mesh: Mesh | None, *, width: int) -> 
     )
     lines = wrap(text, width, line("wrote ", Span(result.target_url, "bold green"), "  "), "  ")
     if result.manifest_url is not None:
-        said = "what each tensor holds: ckpt diff and ckpt verify --manifest take it"
+        said = "digests of its tensors, for ckpt verify --manifest and ckpt diff"
         lines += wrap(said, width, line("wrote ", Span(result.manifest_url, "green"), "  "), "  ")
     return lines
 

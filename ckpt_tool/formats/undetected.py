@@ -97,7 +97,7 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
         more = f" and {len(inside) - 8:,} more" if len(inside) > 8 else ""
         return NotFound(
-            f"holds checkpoints in its folders, but is none itself: {listed}{more}",
+            f"no checkpoint itself, but its folders hold some: {listed}{more}",
             where=url,
             hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
         )

@@ -88,7 +88,7 @@ def detect_family(fqns: Iterable[str]) -> Detection:
 
 
 def _absent(patterns: Sequence[str], readings: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The patterns that no name fits."""
+    """The patterns that no name matches."""
     for pattern in patterns:
         search = re.compile(pattern).search
         if not any(search(name) for names in readings for name in names):

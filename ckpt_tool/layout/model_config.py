@@ -200,7 +200,7 @@ def _differences(config: Mapping[str, Any], model: _Model, where: str) -> Iterat
         )
     writes_window = any(same.kind == "window" and same.is_of(model.type) for same in _table().same)
     if config.get("sliding_window") and config.get("use_sliding_window", True) and not writes_window:
-        yield f"sliding_window {config['sliding_window']} is not among the arguments written: say --window-size"
+        yield f"sliding_window {config['sliding_window']} is not among the arguments written: use --window-size"
     if model.type in _SCALED_EMBEDDING:
         yield f"{model.type} scales its embedding and gates with GeLU: Megatron-LM has no arguments for either"
 

@@ -73,7 +73,7 @@ def choose_naming(fqns: Iterable[str], *, family: str | None, must_fit: bool = T
     if len(equal) > 1:
         raise LayoutError(
             f"the names fit {' and '.join(naming.name for naming in equal)} equally well",
-            hint=f"say which: --family {' or --family '.join(naming.family for naming in equal)}",
+            hint=f"choose with --family {' or --family '.join(naming.family for naming in equal)}",
         )
     return NamingMatch(equal[0], f"names are {equal[0].name}'s: rules cover {best:,} of {len(readings):,}")
 

@@ -99,7 +99,7 @@ def _any_of(patterns: Sequence[str], tensors: TensorTable, where: str) -> np.nda
                 hint = "its types: " + " ".join(sorted(set(names)))
             elif near := _near(pattern, names):
                 hint = "did you mean " + " or ".join(near)
-            raise NotFound(f"no tensor fits {pattern!r} among {len(tensors):,}", where=where or None, hint=hint)
+            raise NotFound(f"no tensor matches {pattern!r} among {len(tensors):,}", where=where or None, hint=hint)
         found[hits] = True
     return found
 

@@ -114,7 +114,7 @@ def test_selection(tmp_path: Path) -> None:
     paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     assert statuses(diff(*paths, include=["*.b", "c.*"])) == {"only-a": 1, "only-b": 1}
     assert statuses(diff(*paths, exclude=["a.b", "c.x"])) == {"differs": 1}
-    with pytest.raises(NotFound, match="no tensor fits 'q'"):
+    with pytest.raises(NotFound, match="no tensor matches 'q'"):
         diff(*paths, include=["q"])
 
 

@@ -152,8 +152,8 @@ def test_the_hint_says_what_to_type(weights: Path) -> None:
     ("options", "message"),
     [
         ({"names": "nope"}, "names has no 'nope'"),
-        ({"facts": {"heads": 4}}, "--fact heads=4 says something of names that are not asked for"),
-        ({"family": "llama"}, "--family llama says something"),
+        ({"facts": {"heads": 4}}, "--fact heads=4 is about other names, which are not asked for"),
+        ({"family": "llama"}, "--family llama is about other names"),
         ({"naming": "/no/such/file", "names": "hf"}, "the naming file cannot be read"),
         ({"naming": "/no/such/file"}, "the naming file cannot be read"),
         ({"family": "nope", "names": "hf"}, "no naming is called 'nope'"),

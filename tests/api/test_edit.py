@@ -190,14 +190,14 @@ def test_a_failure_leaves_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "collision": ({"rename": [(r"\d+", "0")]}, UsageError, "would both be called"),
     "no name": ({"rename": [(".*", "")]}, UsageError, "nothing would be left of the name"),
-    "no fit": ({"rename": [("nothing_like_it", "x")]}, UsageError, "no name fits"),
+    "no fit": ({"rename": [("nothing_like_it", "x")]}, UsageError, "no name matches"),
     "no prefix": ({"strip_prefixes": ["nothing_like_it."]}, UsageError, "no name begins with --strip-prefix"),
-    "no glob": ({"drop": ["nothing_like_it*"]}, UsageError, "nothing fits --drop"),
+    "no glob": ({"drop": ["nothing_like_it*"]}, UsageError, "nothing matches --drop"),
     "all": ({"drop": ["*"]}, NotFound, "is left"),
     "no optimizer": ({"drop_optimizer": True}, NotFound, "no optimizer state"),
     "bad pattern": ({"rename": [("(", "x")]}, UsageError, "cannot be mapped"),
     "nothing": ({}, UsageError, "nothing to change"),
-    "link": ({"drop": ["lm_head*"], "link": "soft"}, UsageError, "no way to take files over"),
+    "link": ({"drop": ["lm_head*"], "link": "soft"}, UsageError, "not a way to take files over"),
 }
 
 

@@ -174,7 +174,7 @@ def test_names_can_be_kept(tmp_path: Path) -> None:
     """``family="none"`` takes off prefixes only, and facts without a family that takes them are refused."""
     _, arrays = exported(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path, family="none")
     assert_equal(arrays, megatron_arrays(dense_shapes(4, 112)))
-    with pytest.raises(UsageError, match="--true-vocab 100 says something of a family's names"):
+    with pytest.raises(UsageError, match="--true-vocab 100 is about the names of a family"):
         prepare_export(CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "new", family="none", true_vocab=100)
 
 

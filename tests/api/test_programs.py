@@ -111,7 +111,7 @@ def test_files_that_arguments_name(name: str, content: bytes | None, tmp_path: P
 def test_names_that_are_not_asked_for(options: dict[str, Any], tmp_path: Path) -> None:
     """What is said of a family's names and would be ignored is refused, with the option that asks for them."""
     for convert in (ckpt_tool.reshard, ckpt_tool.export):
-        with pytest.raises(UsageError, match="says something of names that are not asked for") as caught:
+        with pytest.raises(UsageError, match="is about other names, which are not asked for") as caught:
             convert(SOURCE, tmp_path / "out", names="source", **options)
         assert caught.value.hint == "add --names hf"
 

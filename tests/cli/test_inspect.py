@@ -232,7 +232,7 @@ def test_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tensor", "nothing.*"], "no tensor fits 'nothing.*'"),
+        (["--tensor", "nothing.*"], "no tensor matches 'nothing.*'"),
         (["--map", "model.lm_head.weigth"], "no tensor 'model.lm_head.weigth'"),
     ],
 )

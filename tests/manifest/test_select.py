@@ -76,7 +76,7 @@ def test_choices_combine() -> None:
 
 def test_nothing_matches_names_near_ones() -> None:
     """A typing error is an error, with what was perhaps meant; also in an exclude."""
-    with pytest.raises(NotFound, match=r"no tensor fits 'lm_haed.weight' among 7") as caught:
+    with pytest.raises(NotFound, match=r"no tensor matches 'lm_haed.weight' among 7") as caught:
         chosen("lm_haed.weight")
     assert (caught.value.hint or "").startswith("did you mean lm_head.weight or ")
     with pytest.raises(NotFound) as caught:
@@ -198,6 +198,6 @@ def test_types_are_chosen_by_name() -> None:
         assert chosen(f"dtype:{spelling}") == list(FQNS)
     with pytest.raises(NotFound, match="none of 7 tensors is left"):
         chosen(exclude=("dtype:uint8",))
-    with pytest.raises(NotFound, match="no tensor fits 'dtype:bf16'") as caught:
+    with pytest.raises(NotFound, match="no tensor matches 'dtype:bf16'") as caught:
         chosen("dtype:bf16")
     assert caught.value.hint == "its types: uint8"

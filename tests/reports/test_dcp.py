@@ -321,7 +321,7 @@ def test_r14_parts_of_a_checkpoint(ckpt: Ckpt, tmp_path: Path) -> None:
     assert as_bytes(tmp_path / "out") == model
     assert {entry["fqn"] for entry in done.json["dropped"]} == set(as_bytes(source)) - set(model)
     nothing = ckpt("reshard", source, tmp_path / "none", "--dp", "2", "--include", "modell.*")
-    assert (nothing.status, "no tensor fits 'modell.*' among 134" in nothing.err) == (3, True)
+    assert (nothing.status, "no tensor matches 'modell.*' among 134" in nothing.err) == (3, True)
 
 
 def test_r19_payload_against_metadata(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
     "empty": ("a.pt", lambda: b"", "an empty file", "did not finish"),
     "zeros": ("a.pt", lambda: bytes(4096), "only zero bytes", "cut"),
     "json": ("config.json", lambda: b'{"hidden_size": 8}', "JSON text", "name the folder"),
-    "tar": ("a.tar", lambda: tarred(HF), "holds checkpoints in its folders", "a.tar/ckpt"),
+    "tar": ("a.tar", lambda: tarred(HF), "its folders hold some", "a.tar/ckpt"),
     "tar called pt": ("a.pt", lambda: tarred(HF), "a tar archive", "tar -x"),
     "zip": ("a.zip", lambda: zipped(HF), "a zip", ""),
     "gzip": ("a.pt", lambda: b"\x1f\x8b\x08\0" + bytes(60), "a gzip file", "gunzip"),

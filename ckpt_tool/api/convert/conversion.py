@@ -286,7 +286,9 @@ def build_conversion(  # noqa: PLR0913 - the parts of a conversion
         raise Unsupported(said, hint="leave it out with --exclude") from error
     if single and len({*layout.manifest.files.paths, *(segment.path for segment in layout.segments)}) > 1:
         hint = "leave the suffix out, or choose the format that has it with --to"
-        raise UsageError(f"{writer.name} is a folder of files, and the name is one of a file", where=url, hint=hint)
+        raise UsageError(
+            f"{writer.name} is written as a folder, but the target is named like a file", where=url, hint=hint
+        )
     if companions and not single:
         layout = _accompanied(layout, companions)
     payload_nbytes = int(source.tensors.nbytes.sum())

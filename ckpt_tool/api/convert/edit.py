@@ -102,7 +102,7 @@ def edit(  # noqa: PLR0913 - one argument per option of the command
     changes = changes or NameChanges()
     url = _target_url(source, target, in_place=in_place)
     if link not in LINKS:
-        raise UsageError(f"{link!r} is no way to take files over", hint="one of: " + " ".join(LINKS))
+        raise UsageError(f"{link!r} is not a way to take files over", hint="one of: " + " ".join(LINKS))
     if changes.is_empty and not (fix_index or metadata or repair or adapter):
         raise UsageError("nothing to change was asked for", hint="ckpt edit --help lists what can be")
     if adapter is not None and target is not None:
@@ -145,13 +145,13 @@ def _target_url(source: str | os.PathLike[str], target: str | os.PathLike[str] |
         )
     if not in_place and target is None:
         raise UsageError(
-            "name where the result goes, or say --in-place", hint="ckpt edit SRC OUT ... leaves SRC as it is"
+            "name where the result goes, or add --in-place", hint="ckpt edit SRC OUT ... leaves SRC as it is"
         )
     if target is None:
         if not is_local(source):
             raise UsageError("only what lies on this machine is edited in place", where=os.fspath(source))
         return local_path(source).rstrip("/" + os.sep)
-    check_apart(source, target, when_equal="say --in-place if that is meant")
+    check_apart(source, target, when_equal="add --in-place if that is meant")
     return os.fspath(target)
 
 

@@ -90,7 +90,9 @@ def new_names(manifest: Manifest, changes: NameChanges) -> NewNames:
         both = [*fqns, *objects]
         hits = matching(pattern, both)
         if not hits:
-            raise UsageError(f"nothing fits --drop {pattern!r}", where=manifest.where, hint="ckpt inspect lists names")
+            raise UsageError(
+                f"nothing matches --drop {pattern!r}", where=manifest.where, hint="ckpt inspect lists names"
+            )
         going |= {both[hit]: f"fits {pattern}" for hit in hits}
     mapped = _map(changes, [*fqns, *objects], manifest.where)
     kept = {fqn: mapped(fqn) for fqn in fqns if fqn not in going}
@@ -132,7 +134,7 @@ def _map(changes: NameChanges, fqns: Sequence[str], where: str) -> Callable[[str
     for number, (searched, _) in enumerate(compiled):
         if not used[number]:
             raise UsageError(
-                f"no name fits --rename {searched.pattern!r}", where=where, hint="ckpt inspect lists names"
+                f"no name matches --rename {searched.pattern!r}", where=where, hint="ckpt inspect lists names"
             )
     if changes.strip_wrappers and all(without_wrappers(fqn) == fqn for fqn in fqns):
         raise UsageError(

@@ -125,9 +125,9 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     writer = writer_named(to or _by_suffix(target))
     to = writer.name
     if writer.per_rank and to not in _WHOLE_ON_ONE_RANK:
-        raise UsageError(f"{to} is a layout of ranks, an export is whole", hint="use ckpt reshard")
+        raise UsageError(f"{to} stores what each rank holds; an export writes whole tensors", hint="use ckpt reshard")
     if isinstance(writer, PlacingWriter):
-        raise UsageError(f"{to} is a whole training state, an export is tensors", hint="use ckpt reshard")
+        raise UsageError(f"{to} stores a whole training state; an export writes tensors", hint="use ckpt reshard")
     if share_blocks and to != "safetensors":
         raise UsageError(f"{to} has no header that can be padded", hint="leave out --share-blocks")
     options = names_options(family, naming, facts, true_vocab)

@@ -73,7 +73,7 @@ def megatron_optimizer(
     }
     n_samples, evidence = _samples(arguments, blobs, step)
     notes.append(
-        f"Megatron knows its groups by their learning rates: the run has to say --lr {max_lr!r} --min-lr {min_lr!r} "
+        f"Megatron knows its groups by their learning rates: the run needs --lr {max_lr!r} --min-lr {min_lr!r} "
         "(others are written with --arg lr=X --arg min_lr=X)"
     )
     notes.append(

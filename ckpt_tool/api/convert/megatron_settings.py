@@ -75,7 +75,7 @@ def with_made_arguments(
                 raise LayoutError(
                     f"{name} is {known[name]!r} by {told[name]} and {value!r} by {name_of_source}",
                     where=whole.where,
-                    hint=f"say which: --arg {name}=VALUE",
+                    hint=f"choose with --arg {name}=VALUE",
                 )
             known[name], told[name] = value, name_of_source
     known |= arguments
@@ -85,7 +85,7 @@ def with_made_arguments(
         raise LayoutError(
             f"the source has no args of a Megatron run, and neither its tensors nor {_settings(whole)} tell {names}",
             where=whole.where,
-            hint=f"say them with {' '.join(missing)}, or give the model's config with --config config.json",
+            hint=f"give them with {' '.join(missing)}, or give the model's config with --config config.json",
         )
     blobs, dropped = _for_megatron(taken.blobs, known)
     info = {**taken.manifest.info, "args": {n: v for n, v in known.items() if isinstance(v, (int, str, float, bool))}}
@@ -97,7 +97,7 @@ def with_made_arguments(
     elif type(info.get("step")) is not int:
         raise LayoutError(
             "the iteration is not known, by which Megatron finds a checkpoint", where=whole.where,
-            hint="say it with --arg iteration=N",
+            hint="give it with --arg iteration=N",
         )  # fmt: skip
     said = ", ".join(f"{name} {known[name]}" for name in _NEEDED)
     note = (

@@ -47,7 +47,7 @@ def check_asked(options: NamesOptions, *, is_asked: bool) -> None:
     said += [] if options.naming is None else [f"--naming {options.naming[0]}"]
     said += _given(options)
     if said and not is_asked:
-        raise UsageError(f"{said[0]} says something of names that are not asked for", hint="add --names hf")
+        raise UsageError(f"{said[0]} is about other names, which are not asked for", hint="add --names hf")
 
 
 def check_used(options: NamesOptions) -> None:
@@ -59,7 +59,7 @@ def check_used(options: NamesOptions) -> None:
     given = _given(options)
     if given:
         raise UsageError(
-            f"{given[0]} says something of a family's names, and none is known to fit",
+            f"{given[0]} is about the names of a family, but none is known to fit",
             hint="name the family with --family, or give rules with --naming FILE",
         )
 

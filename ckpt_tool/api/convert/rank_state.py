@@ -81,7 +81,7 @@ def carry_rank_state(
         raise UsageError(
             f"{counted(len(moved), 'entry', 'hold')} the state of single ranks ({', '.join(sorted(moved)[:4])}): "
             f"{fqn} is {why}, so data or random numbers would be repeated or skipped",
-            hint="say --rank-state drop (start them afresh) or --rank-state keep (carry them as they are)",
+            hint="use --rank-state drop (start them afresh) or --rank-state keep (carry them as they are)",
         )
     kept = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in tensors or fqn not in moved]
     return Carried(

@@ -83,7 +83,7 @@ def select_tensors(
             for some names only (``GLOB=concat:0``); None to stop.
 
     Raises:
-        NotFound: nothing fits.
+        NotFound: nothing matches.
         CoverageError: files of the source are missing, so that tensors would be lost without a word.
         IntegrityError: copies of a tensor differ, and no rule says what to do.
         UsageError: a rule that cannot be read, or does not fit what ranks hold.

@@ -111,7 +111,7 @@ def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, int 
     for rule in rules:
         hits = range(len(fqns)) if rule.pattern is None else matching(rule.pattern, fqns)
         if not hits:
-            raise UsageError(f"no tensor fits {rule.pattern!r} of --unequal among {len(fqns):,}")
+            raise UsageError(f"no tensor matches {rule.pattern!r} of --unequal among {len(fqns):,}")
         found.update({fqns[row]: rule.dim for row in hits})
     return found
 

@@ -94,7 +94,7 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
         progress: called with the bytes compared so far, from one thread at a time.
 
     Raises:
-        NotFound: nothing there, or no tensor fits a pattern.
+        NotFound: nothing there, or no tensor matches a pattern.
         CoverageError: a tensor that is to be compared is incomplete.
         UsageError: names cannot be mapped, or meet on one side; no family's names are known, or nothing asks for them.
         LayoutError: a fact is missing that names need, or contradicts a shape.

@@ -67,5 +67,5 @@ def _fitting(kind: str, pattern: str, manifest: Manifest, others: Sequence[Manif
         return set(select(manifest, **asked).tolist())
     except NotFound:
         for other in others:
-            select(other, **asked)  # raises when nothing fits there either
+            select(other, **asked)  # raises when nothing matches there either
         return set()

@@ -194,7 +194,7 @@ def _unpaired(checkpoint: Checkpoint, recorded: DigestTable, pairing: Pairing, *
         yield Finding("not-in-manifest", severity, said, fqn)
     for row in pairing.only_a:
         fqn = recorded.rows[row].fqn
-        yield Finding("not-in-checkpoint", severity, f"{fqn} is recorded, and not here", fqn)
+        yield Finding("not-in-checkpoint", severity, f"{fqn} is in the manifest, but not here", fqn)
 
 
 def _kind(recorded: DigestTable) -> FileSum:
@@ -217,7 +217,7 @@ def _file_findings(recorded: DigestTable, found: Sequence[FileDigest]) -> Iterat
     for expected in recorded.files:
         got = by_path.get(expected.path)
         if got is None:
-            yield _file_finding(expected, f"{expected.path} is recorded, and not here")
+            yield _file_finding(expected, f"{expected.path} is in the manifest, but not here")
         elif got.nbytes != expected.nbytes:
             sizes = f"expected {counted(expected.nbytes, 'byte')}, got {got.nbytes:,}"
             yield _file_finding(expected, f"{expected.path} has another size than recorded, {sizes}")

@@ -15,20 +15,19 @@ from typing import Any
 from ckpt_tool.errors import LayoutError, NotFound
 from ckpt_tool.formats._json import read_json_object
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part, assemble, by_itself
 from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
 from ckpt_tool.formats._torch_file.entries import Entry, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.placed import Piece, Placed
+from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.replicas import replica_findings
-from ckpt_tool.formats.base import Checksum, Probe, Source
+from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.consolidated.sizes import Cut, Sizes, cuts_of, dims_of, sizes_of
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, MeshInfo
-from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.manifest.model import KeyPath, Manifest, MeshInfo
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
@@ -41,7 +40,7 @@ _MAX_PARAMS_NBYTES = 1 << 20
 _SHOWN = 5
 
 
-class ConsolidatedReader:
+class ConsolidatedReader(TorchFilesReader):
     """Requests: ``read`` makes one for ``params.json`` and three per file, ``resolve`` as for any torch file."""
 
     name = "consolidated"
@@ -89,19 +88,6 @@ class ConsolidatedReader:
         }
         info |= {key: fqns for key, fqns in names.items() if fqns}
         return manifest_of(self.name, source.listing.url, opened, entries, found, info)
-
-    def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
-        """By local headers, see ``headers.resolve``."""
-        return headers.resolve(source, manifest, rows)
-
-    def load_blobs(self, source: Source, manifest: Manifest, rows: Sequence[int]) -> tuple[Blob, ...]:
-        """The blobs as they are: values come with each ``data.pkl``."""
-        del source, rows
-        return manifest.blobs
-
-    def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
-        """The CRC-32 of each storage of each file, and of the pickles."""
-        return headers.checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Replicas that are none, tensors whose parts have different shapes, missing checksums."""

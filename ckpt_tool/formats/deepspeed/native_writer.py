@@ -68,7 +68,7 @@ class DeepSpeedWriter:
         check_not_packed(source, blobs)
         stage = options.zero_stage or source.info.get("zero_stage") or 0
         if stage not in (1, 2, 3):
-            raise UsageError("the ZeRO stage of the target is not known", hint="say --zero-stage 1, 2 or 3")
+            raise UsageError("the ZeRO stage of the target is not known", hint="use --zero-stage 1, 2 or 3")
         state = TargetState.of(source.tensors, blobs, source.info)
         shared = source.info.get("shared", {})
         gone = second_names(source, state)
@@ -153,7 +153,7 @@ def _check_joined(source: Manifest) -> None:
         raise LayoutError(
             "tensor-parallel shards of the source are not joined",
             where=str(source.info["unjoined"][0]),
-            hint="say how in universal_checkpoint_info.json beside the source's files",
+            hint="describe it in universal_checkpoint_info.json beside the source's files",
         )
 
 
@@ -179,7 +179,7 @@ def _buffers(source: Manifest, state: TargetState, untrained: Sequence[str], sta
             f"{counted(len(unsure), 'weight', 'have')} no optimizer state, and nothing tells whether they are "
             "buffers, frozen parameters or second names of others: stage 3 cuts the ones and not the others",
             where=unsure[0],
-            hint="say --zero-stage 1 or 2, which store them all alike",
+            hint="use --zero-stage 1 or 2, which store them all alike",
         )
     return list(untrained)
 

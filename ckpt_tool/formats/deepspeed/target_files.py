@@ -75,7 +75,7 @@ class TargetFiles:
         if parts.is_elastic and parts.is_stage3:
             raise Unsupported(
                 "an elastic checkpoint has no hyperparameters, without which stage 3 does not load",
-                hint="say --zero-stage 1 or 2, which load it as the elastic checkpoint that it is",
+                hint="use --zero-stage 1 or 2, which load it as the elastic checkpoint that it is",
             )
 
     def files(self) -> Iterator[WrittenFile]:
@@ -303,7 +303,7 @@ class TargetFiles:
         if self._parts.model_dtype.name == "float16":
             raise Unsupported(
                 "no loss scaler, without which stage 3 of an fp16 run does not load",
-                hint="say --zero-stage 1 or 2, which start it afresh",
+                hint="use --zero-stage 1 or 2, which start it afresh",
             )
         scaler: Stub = _LOSS_SCALER()
         scaler.made = "newobj"

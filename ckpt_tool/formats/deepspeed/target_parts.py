@@ -192,7 +192,7 @@ def _check_stage(stage: int, stages: Stages | None, ranks: Sequence[RankParts], 
     """Nothing, when DeepSpeed has such runs (``runtime/pipe/engine.py``, ``runtime/engine.py`` of 0.19.8)."""
     if stages is not None and stage > 1:
         raise Unsupported(
-            f"stage {stage} of a pipeline, which DeepSpeed runs at stage 1 alone", hint="say --zero-stage 1"
+            f"stage {stage} of a pipeline, which DeepSpeed runs at stage 1 alone", hint="use --zero-stage 1"
         )
     for rank in ranks if stages is not None else ():
         empty = next((number for number, group in enumerate(rank.groups) if not group), None)
@@ -207,7 +207,7 @@ def _check_stage(stage: int, stages: Stages | None, ranks: Sequence[RankParts], 
         raise Unsupported(
             "experts of a pipeline" if stages is not None else "experts at stage 3, where DeepSpeed does not load them",
             where=experts,
-            hint="say --zero-stage 1 or 2, or write --to deepspeed-universal",
+            hint="use --zero-stage 1 or 2, or write --to deepspeed-universal",
         )
     if experts is None and grid.ep > 1:
         raise Unsupported(

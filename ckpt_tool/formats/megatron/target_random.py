@@ -110,7 +110,7 @@ def _why_none(
     )
     if before != (grid.pp, grid.tp):
         if rank_state == "keep":
-            raise UsageError(text, hint="say --rank-state drop: Megatron then starts them afresh")
+            raise UsageError(text, hint="use --rank-state drop: Megatron then starts them afresh")
         return text
     return "random states are to be dropped" if rank_state == "drop" else None
 

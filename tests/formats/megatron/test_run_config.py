@@ -155,7 +155,7 @@ def test_what_nobody_tells_is_asked_for(tmp_path: Path) -> None:
     (root / "context/model.yaml").write_text(MODEL.replace("num_layers: 4", "num_layers: 5"))
     with pytest.raises(LayoutError, match=r"num_layers is 4 by its tensors and 5 by context/model\.yaml") as caught:
         reshard(root, tmp_path / "out", **options)
-    assert caught.value.hint == "say which: --arg num_layers=VALUE"
+    assert caught.value.hint == "choose with --arg num_layers=VALUE"
     assert not (tmp_path / "out").exists()
 
 
@@ -168,7 +168,7 @@ def test_state_without_step_or_groups_is_not_written(tmp_path: Path) -> None:
     options: dict[str, Any] = {"to": "megatron-dist", "durable": False}
     with pytest.raises(LayoutError, match="the iteration is not known") as caught:
         reshard(root, tmp_path / "out", **options)
-    assert caught.value.hint == "say it with --arg iteration=N"
+    assert caught.value.hint == "give it with --arg iteration=N"
     with pytest.raises(Unsupported, match="no param_groups"):
         reshard(root, tmp_path / "out", arguments={"iteration": 10}, **options)
     reshard(root, tmp_path / "out", include=["model.*"], **options)

@@ -87,7 +87,7 @@ def test_the_state_of_a_random_generator_is_told() -> None:
 def test_a_run_is_pointed_into(tmp_path: Path) -> None:
     """The folder above the steps names them."""
     copied("orbax_manager", tmp_path)
-    with pytest.raises(NotFound, match=r"holds checkpoints in its folders.*orbax_manager/3 \(orbax\)"):
+    with pytest.raises(NotFound, match=r"its folders hold some.*orbax_manager/3 \(orbax\)"):
         open_checkpoint(tmp_path)
 
 
