@@ -11,11 +11,14 @@ from ckpt_tool.manifest.concatenate import concatenate_ranks, first_of_ranks, na
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
+from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["Settled", "UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
+_ASSUMED = ("replicated_by_assumption", "copies_of_ranks")
+"""Lists of tensors that count as replicas though no writer compared them; the second is of DCP without collectives."""
 _RULE = r"(?:(?P<pattern>.+)=)?(?:first|concat:(?P<dim>\d))"
 
 
@@ -119,10 +122,12 @@ def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, int 
 def _unequal(checkpoint: Checkpoint, fqns: set[str], apart: Sequence[str]) -> dict[str, Finding]:
     """Tensors of ``fqns`` that are assumed to be replicas and are none, and those ``apart`` that should not be so."""
     manifest = checkpoint.manifest
-    assumed = [fqn for fqn in manifest.info.get("replicated_by_assumption", ()) if fqn in fqns]
-    if not assumed and not apart:
+    assumed = {key: [fqn for fqn in manifest.info.get(key, ()) if fqn in fqns] for key in _ASSUMED}
+    if not any(assumed.values()) and not apart:
         return {}
-    only = manifest.replace(info={"replicated_by_assumption": assumed, "kept_apart": list(apart)})
+    names = {*apart, *(fqn for listed in assumed.values() for fqn in listed)}
+    rows = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn in names or fqn.partition("@rank")[0] in names]
+    only = only_tensors(manifest, rows).replace(info={**assumed, "kept_apart": list(apart)})
     return {
         str(finding.fqn): finding
         for finding in checkpoint.reader.check(checkpoint.source, only)

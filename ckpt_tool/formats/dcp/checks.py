@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckpt_tool.formats._dcp.checks import file_findings, item_of
-from ckpt_tool.formats._dcp.metadata import rank_metadata
+from ckpt_tool.formats._dcp.metadata import COPIES, rank_metadata
 from ckpt_tool.formats.base import Source
+from ckpt_tool.formats.dcp.copies import copy_findings
 from ckpt_tool.formats.dcp.probe import metadata_paths
 from ckpt_tool.formats.dcp.resolve import located_items
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -26,16 +27,21 @@ def check(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """Findings, the cheap ones first.
 
     Without a request: ``missing-file`` (with the tensors in it), ``cut-file``, ``unknown-file``, ``missing-metadata``.
-    With the head of every item (requests as for ``resolve``): ``item-mismatch``.
+    With the head of every item (requests as for ``resolve``): ``item-mismatch``. Where all items are sound, with what
+    `copy_findings` costs: ``different-replicas``.
     """
     yield from file_findings(source, manifest)
     yield from metadata_findings(source, manifest)
+    is_sound = True
     for located in located_items(source, manifest, np.arange(len(manifest.chunks), dtype=np.int64)):
         where = item_of(manifest, located.row)
         nbytes = source.listing.sizes.get(where.path)
+        is_sound &= located.error is None and nbytes is not None
         if located.error is not None and nbytes is not None and where.end <= nbytes:
             fqn = manifest.tensors.fqns[manifest.chunks.tensor[located.row]]
             yield Finding("item-mismatch", Severity.ERROR, str(located.error), fqn, where)
+    if is_sound:
+        yield from copy_findings(source, manifest, manifest.info.get(COPIES, ()))
 
 
 def metadata_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:

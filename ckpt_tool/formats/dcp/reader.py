@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats._collector import collector_paused
-from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata, rank_metadata
+from ckpt_tool.formats._dcp.metadata import COPIES, METADATA_NAME, load_metadata, rank_metadata
 from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import probe, resolve
 from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME, Facts, Sidecar, read_sidecar
+from ckpt_tool.geometry.columns import distinct
+from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
@@ -125,8 +129,17 @@ def _info(source: Source, paths: Sequence[str], tables: Tables, facts: Facts) ->
         "step_fqn": next((fqn for fqn in _STEP_FQNS if fqn in names), None),
         "n_empty_chunks": sum(tables.empty.values()) or None,
         "n_metadata_files": len(paths) if paths[0] != METADATA_NAME else None,
+        COPIES: _copies(tables) if paths[0] != METADATA_NAME else None,
     }
     return {key: value for key, value in known.items() if value is not None}
+
+
+def _copies(tables: Tables) -> list[str] | None:
+    """Tensors of which several ranks stored one box, which nobody compared when they were saved."""
+    chunks = tables.chunks
+    first = exact_duplicates(chunks.offsets, chunks.sizes, chunks.tensor.astype(np.int64))
+    rows = distinct(chunks.tensor[first != np.arange(len(first))].astype(np.int64))
+    return [tables.tensors.fqns[row] for row in rows] or None
 
 
 def _notes(paths: Sequence[str], tables: Tables) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._replicas import replica_findings
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
 from ckpt_tool.formats._torch_file.entries import entries_of
@@ -34,7 +35,6 @@ from ckpt_tool.formats.megatron.rank_files import (
 from ckpt_tool.formats.megatron.rank_model import Coord, RankModel, model_chunks
 from ckpt_tool.formats.megatron.rank_optimizer import RankOptimizer, add_member, read_optimizer
 from ckpt_tool.formats.megatron.rank_whole_state import has_whole_state, without_whole_state
-from ckpt_tool.formats.megatron.replicas import replica_findings
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of

@@ -1,8 +1,8 @@
-"""Replicas are boxes of a weight that several ranks stored: they must be equal, and here their bytes are compared."""
+"""Replicas are boxes of a tensor that several ranks stored: they must be equal, and here they are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -10,24 +10,36 @@ from ckpt_tool.checksum import crc32
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.tables import ChunkTable
+from ckpt_tool.manifest.tables import SECTIONS, ChunkTable
 from ckpt_tool.sizes import counted
 
 __all__ = ["replica_findings"]
 
+_OTHER = SECTIONS.index("other")
 
-def replica_findings(source: Source, manifest: Manifest, chunks: ChunkTable) -> Iterator[Finding]:
-    """Boxes that ranks stored with different content; ``chunks`` are resolved.
 
-    Costs the bytes of every box that more than one rank stored, one request each; one box at a time is held.
+def replica_findings(
+    source: Source, manifest: Manifest, chunks: ChunkTable, recorded: Mapping[int, int] | None = None
+) -> Iterator[Finding]:
+    """Boxes that ranks stored with different content; a warning for state that is neither model nor optimizer.
+
+    Costs the bytes of every box that more than one rank stored, one request each, unless equal checksums are recorded;
+    one box at a time is held.
+
+    Args:
+        source: reads the files.
+        manifest: what ``chunks`` belong to.
+        chunks: resolved.
+        recorded: by row of ``chunks``, the CRC-32 of its stored bytes.
     """
+    known = recorded or {}
     columns = (*chunks.sizes.T, *chunks.offsets.T, chunks.tensor)
     order = np.lexsort(columns) if len(chunks) else np.zeros(0, dtype=np.int64)
     keys = np.column_stack([chunks.tensor, chunks.offsets, chunks.sizes])[order]
     is_new = np.ones(len(order), dtype=np.bool_)
     is_new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
     for group in np.split(order, np.flatnonzero(is_new)[1:]):
-        if len(group) < 2:
+        if len(group) < 2 or len({known.get(row, -1 - row) for row in group.tolist()}) == 1:
             continue
         values: dict[int, int] = {}
         for row in group.tolist():
@@ -35,9 +47,10 @@ def replica_findings(source: Source, manifest: Manifest, chunks: ChunkTable) -> 
         if len(values) > 1:
             first, second = list(values.values())[:2]
             record = chunks.record(second, manifest.tensors, manifest.files)
+            is_other = manifest.tensors.section[chunks.tensor[second]] == _OTHER
             yield Finding(
                 "different-replicas",
-                Severity.ERROR,
+                Severity.WARNING if is_other else Severity.ERROR,
                 f"{record.fqn!r} {record.box}: {counted(len(group), 'rank', 'hold')} it, with {len(values):,} "
                 f"different contents, such as rank {int(chunks.rank[first])} and rank {int(chunks.rank[second])}",
                 fqn=record.fqn,
