@@ -35,8 +35,17 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $(INSTALLED)
 
-demo: $(INSTALLED)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/demo.sh
+# The tour needs no torch, which is most of what `make test` downloads: an environment of its own, unless there is one.
+DEMO := $(if $(wildcard $(INSTALLED)),$(VENV),$(VENV)-demo)
+
+$(VENV)-demo/.installed: pyproject.toml
+	@echo "Preparing $(VENV)-demo (once)"
+	test -x $(VENV)-demo/bin/python || $(PYTHON) -m venv $(VENV)-demo
+	$(VENV)-demo/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+demo: $(DEMO)/.installed
+	@PATH="$(CURDIR)/$(DEMO)/bin:$$PATH" bash tests/demo.sh
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -125,6 +125,19 @@ def test_schemas_are_listed() -> None:
     assert set(SCHEMA.findall(JOB_SCRIPTS.read_text("utf-8"))) == {*SCHEMA.findall(helps), *others}
 
 
+def test_named_modules_are_there() -> None:
+    """Every module, folder or file that ARCHITECTURE.md names by its path is in the repository."""
+    named = set(
+        re.findall(r"`([\w*]+(?:/[\w*]+)+(?:\.\w+)?)(?:::\w+)?`", (REPOSITORY / "ARCHITECTURE.md").read_text("utf-8"))
+    )
+    places = [("", ""), ("ckpt_tool/", ""), ("ckpt_tool/", ".py")]
+    absent = [
+        name for name in named if not any([*REPOSITORY.glob(f"{before}{name}{behind}")] for before, behind in places)
+    ]
+    assert len(named) > 10
+    assert absent == []
+
+
 def test_kinds_of_errors_are_listed() -> None:
     """The page for scripts lists each kind of error with its exit status, and no other."""
     kinds = [getattr(errors, name) for name in errors.__all__ if name != "CkptError"]

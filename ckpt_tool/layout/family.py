@@ -72,12 +72,13 @@ def detect_family(fqns: Iterable[str]) -> Detection:
         near = _nearest(misfits, readings)
         raise LayoutError(
             f"the names of {len(distinct):,} kinds of tensors fit no known family{near}",
-            hint=f"give rules with --rules FILE; known families are {', '.join(_texts())}",
+            hint=f"give rules with --rules FILE, or every rank a copy with --default replicate; known families are "
+            f"{', '.join(_texts())}",
         )
     ranked.sort(key=lambda entry: (-entry[0], -entry[1], entry[2]))
     covered, n_typical, name, family = ranked[0]
     typical = ", ".join(pattern.pattern for pattern in family.detect)
-    evidence = [f"{name}: {typical} occur, rules cover {covered} of {len(distinct)} kinds of names"]
+    evidence = [f"{name}: names match {typical}; rules cover {covered} of {len(distinct)} kinds of names"]
     evidence += [
         f"{other} covers as much; {name} is kept, it asks for {counted(n_typical, 'typical name')}, {other} for "
         f"{n_other}"
