@@ -147,7 +147,7 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.hostile.guided $(or $(MINUTES),10)
 
 matrix: $(INSTALLED)
-	$(BIN)/pytest -m matrix tests/damage
+	$(BIN)/pytest -m matrix -o faulthandler_timeout=0 tests/damage
 
 clean:
 	rm -rf build dist bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* $(VENV) $(VENV)-*

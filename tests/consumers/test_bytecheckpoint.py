@@ -1,7 +1,8 @@
 """bytecheckpoint 0.0.2 loads what was written here, into FSDP, HSDP, FSDP2 and DDP models.
 
-``CKPT_PEER_BYTECHECKPOINT`` names the python of an environment with it, torch 2.13, grpcio and protobuf 3.20; run with
-``-m peer``. The script is the one that made the fixtures: with ``--load`` it compares every parameter and every moment.
+``CKPT_PEER_BYTECHECKPOINT`` names the python of an environment with it (``--no-deps``, for it asks for torch 2.5),
+torch 2.13, grpcio, protobuf 3.20, cachetools, mmh3 4, numpy, safetensors and universal-pathlib 0; run with ``-m peer``.
+The script is the one that made the fixtures: with ``--load`` it compares every parameter and every moment.
 """
 
 from __future__ import annotations

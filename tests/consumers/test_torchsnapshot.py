@@ -1,6 +1,6 @@
 """torchsnapshot 0.1.0 restores what was written here, on one rank and on others than were written.
 
-``CKPT_PEER_TORCHSNAPSHOT`` names the python of an environment with it and torch 2.13; run with ``-m peer``.
+``CKPT_PEER_TORCHSNAPSHOT`` names the python of an environment with it, torch 2.13 and numpy; run with ``-m peer``.
 """
 
 from __future__ import annotations
