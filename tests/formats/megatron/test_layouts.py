@@ -257,13 +257,15 @@ def test_models_before_mcore_are_refused() -> None:
 
 
 def test_lone_second_number_is_told_by_arguments() -> None:
-    """``mp_rank_00_001`` is a stage or an expert-parallel rank; without arguments neither is assumed."""
+    """``mp_rank_00_001`` is a stage or an expert-parallel rank; without arguments only the ends of stages tell."""
 
     def change(root: dict[str, Any]) -> None:
         root.pop("args")
 
     with pytest.raises(LayoutError, match="a pipeline stage or an expert-parallel rank"):
-        RANKS.read(source_of(MemoryStore(changed_model(Run(layers=EVEN), change))))
+        RANKS.read(source_of(MemoryStore(changed_model(Run(n_experts=4, ep=2, dp=2), change))))
+    stages = RANKS.read(source_of(MemoryStore(changed_model(Run(layers=EVEN), change))))
+    assert stages.info["layer_stages"] == [list(stage[0]) for stage in EVEN]
 
 
 def test_fused_experts_are_taken_apart() -> None:
