@@ -13,7 +13,10 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS, ChunkTable
 from ckpt_tool.sizes import counted
 
-__all__ = ["replica_findings"]
+__all__ = ["COPIES", "replica_findings"]
+
+COPIES = "copies_of_ranks"
+"""Where a manifest's ``info`` lists tensors of which several ranks stored one box: conversions compare these first."""
 
 _OTHER = SECTIONS.index("other")
 

@@ -252,3 +252,18 @@ def test_random_states_inside_objects_are_said_to_be_left(ckpt: Ckpt, tmp_path: 
     """An export of everything to a format of tensors alone goes through, and says what objects with tensors it left."""
     done = ckpt("export", CHECKPOINTS / "td_full_t2p2d2/ckpt", tmp_path / "out", "--all", "--names", "source")
     assert (done.status, "an object with 5 tensors inside: rng_state/shard_0.0_2.2" in done.text) == (0, True)
+
+
+def test_r79_norms_that_ranks_hold_differently(ckpt: Ckpt, tmp_path: Path) -> None:
+    """As R79 for Megatron's files: what tensor-parallel ranks should have alike is compared before one is taken."""
+    files = legacy_files(Run(tp=2, layers=(((0, 1),),)), with_optimizer=False)
+    root = torch.load(io.BytesIO(files["mp_rank_01/model_optim_rng.pt"]), weights_only=False)
+    root["model"]["decoder.layers.1.input_layernorm.weight"] += 1
+    source = stored(tmp_path / "in", {**files, "mp_rank_01/model_optim_rng.pt": saved(root)})
+    for words in (["export", source, tmp_path / "out"], ["reshard", source, tmp_path / "out", "--to", "megatron"]):
+        refused = ckpt(*words)
+        assert (refused.status, "layer_norm_weight' [1:2, 0:8]: 2 ranks hold it" in refused.err) == (3, True)
+        assert ("--unequal first" in refused.err, "concat" in refused.err) == (True, False)
+    words = ["reshard", source, tmp_path / "out", "--to", "megatron-legacy", "--unequal", "first", "--no-fsync"]
+    assert ckpt(*words).status == 0
+    assert contents(tmp_path / "out") == Run(layers=(((0, 1),),)).truth(slots=())

@@ -26,7 +26,6 @@ from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
 __all__ = [
-    "COPIES",
     "METADATA_NAME",
     "MetadataFile",
     "Storage",
@@ -38,8 +37,6 @@ __all__ = [
 ]
 
 METADATA_NAME = ".metadata"
-COPIES = "copies_of_ranks"
-"""Where a manifest's ``info`` lists tensors of which ranks stored one box each without a word to each other."""
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
 _MODULE = "torch.distributed.checkpoint.metadata"
 _OLD_MODULE = "torch.distributed._shard.checkpoint.metadata"

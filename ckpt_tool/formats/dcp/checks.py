@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckpt_tool.formats._dcp.checks import file_findings, item_of
-from ckpt_tool.formats._dcp.metadata import COPIES, rank_metadata
+from ckpt_tool.formats._dcp.metadata import rank_metadata
+from ckpt_tool.formats._replicas import COPIES
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.copies import copy_findings
 from ckpt_tool.formats.dcp.probe import metadata_paths

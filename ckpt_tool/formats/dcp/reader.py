@@ -9,8 +9,9 @@ import numpy as np
 
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats._collector import collector_paused
-from ckpt_tool.formats._dcp.metadata import COPIES, METADATA_NAME, load_metadata, rank_metadata
+from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata, rank_metadata
 from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
+from ckpt_tool.formats._replicas import COPIES
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import probe, resolve
 from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME, Facts, Sidecar, read_sidecar

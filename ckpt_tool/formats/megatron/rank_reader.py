@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats._replicas import replica_findings
+from ckpt_tool.formats._replicas import COPIES, replica_findings
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
 from ckpt_tool.formats._torch_file.entries import entries_of
@@ -35,9 +35,12 @@ from ckpt_tool.formats.megatron.rank_files import (
 from ckpt_tool.formats.megatron.rank_model import Coord, RankModel, model_chunks
 from ckpt_tool.formats.megatron.rank_optimizer import RankOptimizer, add_member, read_optimizer
 from ckpt_tool.formats.megatron.rank_whole_state import has_whole_state, without_whole_state
+from ckpt_tool.geometry.columns import distinct
+from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
+from ckpt_tool.manifest.tables import ChunkTable, TensorTable
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.above import folders_above
 from ckpt_tool.storage.subfolder import places_below
@@ -45,6 +48,7 @@ from ckpt_tool.storage.subfolder import places_below
 __all__ = ["READER", "MegatronLegacyReader"]
 
 _MAX_CONFIG_NBYTES = 1 << 20
+_MAX_COPY_NBYTES = 1 << 18
 
 
 class MegatronLegacyReader(TorchFilesReader):
@@ -223,6 +227,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         "args": facts.described() or None,
         "int_keyed_dicts": list(common.int_keyed) or None,
         "n_rank_folders": len(grid.folders),
+        COPIES: _small_copies(tables[0], tables[1]) or None,
     }
     return Manifest(
         format=name,
@@ -235,6 +240,13 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         info={key: value for key, value in known.items() if value is not None},
         notes=tuple(_notes(location, model, optimizer, common)),
     )
+
+
+def _small_copies(tensors: TensorTable, chunks: ChunkTable) -> list[str]:
+    """Tensors of which ranks hold copies so small that a conversion compares them: norms and the biases of rows."""
+    first = exact_duplicates(chunks.offsets, chunks.sizes, chunks.tensor.astype(np.int64))
+    is_copy = (first != np.arange(len(first))) & (chunks.length <= _MAX_COPY_NBYTES)
+    return [tensors.fqns[row] for row in distinct(chunks.tensor[is_copy].astype(np.int64))]
 
 
 def _notes(location: Location, model: RankModel, optimizer: RankOptimizer, common: Common) -> Iterator[str]:
