@@ -13,11 +13,13 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS, ChunkTable
 from ckpt_tool.sizes import counted
 
-__all__ = ["COPIES", "replica_findings"]
+__all__ = ["COPIES", "MAX_COPY_NBYTES", "replica_findings"]
 
 COPIES = "copies_of_ranks"
 """Where a manifest's ``info`` lists tensors of which several ranks stored one box: conversions compare these first."""
 
+MAX_COPY_NBYTES = 1 << 18
+"""How large copies are that a conversion reads for it: norms and biases, not what expert-parallel ranks have alike."""
 _OTHER = SECTIONS.index("other")
 
 

@@ -130,6 +130,24 @@ def test_r79_rules_in_a_file_lead_to_other_ranks(ckpt: Ckpt, tmp_path: Path) -> 
         assert torch.equal(module["up.weight"], whole["up.weight"][2 * rank : 2 * rank + 2])
 
 
+def test_r79_norms_that_ranks_hold_differently(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R79: what rules say that ranks have alike is compared before one is taken, and asked for where it differs."""
+    rules = {"universal_checkpoint_version": 0.4, "tp_replicated_parameter_patterns": [r".*norm\.weight"]}
+    files: dict[str, bytes] = {}
+    for mp in range(2):
+        shard = {"up.weight": numbered(4, 2, start=8 * mp), "norm.weight": numbered(4, start=90 + mp)}
+        files |= stage2(shard, (tuple(shard),), mp=mp, mp_world_size=2, universal_checkpoint_info=rules)
+    source = put(files, tmp_path / "source")
+    for words in (["export", source, tmp_path / "out"], ["reshard", source, tmp_path / "out", "--to", "dcp"]):
+        refused = ckpt(*words)
+        said = "'module.norm.weight': model-parallel ranks 0, 1 should hold the same, and hold 2 different values"
+        assert (refused.status, said in refused.err, "concat" in refused.err) == (3, True, False)
+    target = tmp_path / "out.safetensors"
+    assert ckpt("export", source, target, "--unequal", "first").status == 0
+    assert torch.equal(load_file(target)["norm.weight"], numbered(4, start=90))
+    assert ckpt("export", source, target, "--include", "module.up*", "--overwrite").status == 0
+
+
 def test_r80_masters_alone_are_read(ckpt: Ckpt, tmp_path: Path) -> None:
     """R80: weights of stage 3 need a third of the optimizer's bytes, and only these are read."""
     source = put(stage3({"a": numbered(300, 301), "b": numbered(5000)}, (("a", "b"),)), tmp_path / "source")

@@ -12,7 +12,6 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
 from ckpt_tool.manifest.subset import only_tensors
-from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
@@ -20,7 +19,7 @@ __all__ = ["Settled", "UnequalRule", "apply_unequal", "parse_unequal", "settle_u
 
 _ASSUMED = ("replicated_by_assumption", "copies_of_ranks")
 """Lists of tensors that count as replicas though no writer compared them; the second has those of DCP without
-collectives, and the norms and biases of Megatron's tensor-parallel ranks."""
+collectives, and the norms and biases of Megatron's and DeepSpeed's tensor-parallel ranks."""
 _RULE = r"(?:(?P<pattern>.+)=)?(?:first|concat:(?P<dim>\d))"
 
 
@@ -142,13 +141,10 @@ def _hint(fqn: str, manifest: Manifest, *, is_apart: bool) -> str:
         return (
             f"a flat parameter is another part of the model on each rank; leave it out with --exclude {shell_word(fqn)}"
         )
-    is_one_box = is_apart or len({tuple(row) for row in manifest.chunks.offsets[_rows(manifest, fqn)].tolist()}) == 1
-    joined = f"put them one behind another with --unequal '{fqn}=concat:0', " if is_one_box else ""
+    offsets = [] if is_apart else manifest.chunks.offsets[manifest.chunks.rows_of(manifest.tensor_id(fqn))].tolist()
+    can_join = is_apart or (len(offsets) > 1 and all(row == offsets[0] for row in offsets))
+    joined = f"put them one behind another with --unequal '{fqn}=concat:0', " if can_join else ""
     return (
         f"{joined}take the first rank's with --unequal first, or leave it out with --exclude "
         f"{shell_word(f'{fqn}@rank*' if is_apart else fqn)}"
     )
-
-
-def _rows(manifest: Manifest, fqn: str) -> IntArray:
-    return manifest.chunks.rows_of(manifest.tensor_id(fqn))

@@ -24,7 +24,7 @@ from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable
 from ckpt_tool.sizes import counted
 
-__all__ = ["checkpoint_findings", "copy_findings"]
+__all__ = ["checkpoint_findings", "copy_findings", "parameter_of"]
 
 _BLOCK_NBYTES = 8 << 20
 
@@ -39,6 +39,16 @@ def checkpoint_findings(manifest: Manifest) -> Iterator[Finding]:
         yield Finding("absent-weight", Severity.ERROR, message, fqn=f"module.{name}")
     for state in manifest.info.get("states_left_out", ()):
         yield Finding("unknown-state", Severity.WARNING, f"optimizer state {state!r} is neither flat nor one value")
+
+
+def parameter_of(fqn: str) -> str:
+    """The parameter that a tensor is, or is the state of.
+
+    >>> parameter_of("module.norm.weight"), parameter_of("optimizer.state.norm.weight.exp_avg")
+    ('norm.weight', 'norm.weight')
+    """
+    state = fqn.removeprefix("optimizer.state.")
+    return fqn.removeprefix("module.") if state == fqn else state.rpartition(".")[0]
 
 
 def copy_findings(
@@ -77,9 +87,7 @@ def copy_findings(
     averaged = set(info.get("averaged", ()))
     equal: list[str] = []
     for fqn, by_rank in copies.items():
-        name = fqn.removeprefix("module.")
-        if fqn.startswith("optimizer.state."):
-            name = fqn.removeprefix("optimizer.state.").rpartition(".")[0]
+        name = parameter_of(fqn)
         digests = {rank: _digest(source, manifest, chunks, row) for rank, row in by_rank.items()}
         is_equal = len(set(digests.values())) == 1
         if name in unjoined:

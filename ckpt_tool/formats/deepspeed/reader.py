@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._replicas import COPIES, MAX_COPY_NBYTES
 from ckpt_tool.formats._torch_file.described import manifest_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
-from ckpt_tool.formats.deepspeed.findings import checkpoint_findings, copy_findings
+from ckpt_tool.formats.deepspeed.findings import checkpoint_findings, copy_findings, parameter_of
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import weights_of
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below
@@ -88,12 +89,18 @@ class DeepSpeedReader(TorchFilesReader):
         stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
         info = facts_of(found, located, built, weights, placement, missing, stage=stage)
         manifest = manifest_of(self.name, source.listing.url, found.opened, built.entries, built.assembly, info)
+        small = (manifest.tensors.nbytes <= MAX_COPY_NBYTES).tolist()
+        copies = [fqn for fqn, is_small in zip(manifest.tensors.fqns, small, strict=True)
+                  if is_small and parameter_of(fqn) in placement.copies]  # fmt: skip
+        if copies:
+            manifest = manifest.replace(info={**manifest.info, COPIES: copies})
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing files, absent weights, and copies that differ: these are read."""
         yield from checkpoint_findings(manifest)
         names = [*manifest.info.get("replicated", ()), *manifest.info.get("unjoined", ())]
+        names += [parameter_of(fqn) for fqn in manifest.info.get(COPIES, ())]
         if names:
             found, _ = _opened(source)
             weights = weights_of(found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tool.errors import FormatError, NotFound
-from ckpt_tool.formats._replicas import COPIES, replica_findings
+from ckpt_tool.formats._replicas import COPIES, MAX_COPY_NBYTES, replica_findings
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
 from ckpt_tool.formats._torch_file.entries import entries_of
@@ -48,7 +48,6 @@ from ckpt_tool.storage.subfolder import places_below
 __all__ = ["READER", "MegatronLegacyReader"]
 
 _MAX_CONFIG_NBYTES = 1 << 20
-_MAX_COPY_NBYTES = 1 << 18
 
 
 class MegatronLegacyReader(TorchFilesReader):
@@ -245,7 +244,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
 def _small_copies(tensors: TensorTable, chunks: ChunkTable) -> list[str]:
     """Tensors of which ranks hold copies so small that a conversion compares them: norms and the biases of rows."""
     first = exact_duplicates(chunks.offsets, chunks.sizes, chunks.tensor.astype(np.int64))
-    is_copy = (first != np.arange(len(first))) & (chunks.length <= _MAX_COPY_NBYTES)
+    is_copy = (first != np.arange(len(first))) & (chunks.length <= MAX_COPY_NBYTES)
     return [tensors.fqns[row] for row in distinct(chunks.tensor[is_copy].astype(np.int64))]
 
 
