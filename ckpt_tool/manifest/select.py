@@ -69,13 +69,22 @@ def select(
         raise NotFound(
             f"no tensors, only {counted(len(manifest.blobs), 'other object')}",
             where=manifest.where or None,
-            hint="inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one",
+            hint=_where_tensors_are(manifest),
         )
     if not keep.any() and (include or exclude or sections):
         asked = (("include", include), ("exclude", exclude), ("section", sections))
         said = "; ".join(f"{name} {', '.join(words)}" for name, words in asked if words)
         raise NotFound(f"none of {counted(len(tensors), 'tensor')} is left: {said}", where=manifest.where or None)
     return np.flatnonzero(keep).astype(np.int64)
+
+
+def _where_tensors_are(manifest: Manifest) -> str:
+    """What to do about a checkpoint of objects alone."""
+    arrays = [blob.fqn for blob in manifest.blobs if getattr(blob.value, "ndim", 0) > 0]
+    if arrays:
+        what = f"{counted(len(arrays), 'array of numpy', 'are')} among them, such as {arrays[0]}"
+        return f"{what}: save them as tensors of torch, or with numpy.savez"
+    return "inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one"
 
 
 def texts(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,3 +86,15 @@ def test_a_tensor_that_is_all_there_is(ckpt: Ckpt, tmp_path: Path) -> None:
     torch.save(torch.arange(3.0), tmp_path / "tensor.pt")
     assert ckpt("export", tmp_path / "tensor.pt", tmp_path / "out").status == 0
     assert list(as_bytes(tmp_path / "out")) == ["value"]
+
+
+def test_weights_as_arrays_of_numpy(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Arrays are no tensors of torch: alone, they are named in the hint, and beside tensors as what is left out."""
+    arrays = {"a": np.ones((2, 3), np.float32), "b": np.zeros(4)}
+    torch.save({"model": arrays, "step": 3}, tmp_path / "arrays.pt")
+    refused = ckpt("export", tmp_path / "arrays.pt", tmp_path / "out")
+    assert (refused.status, "2 arrays of numpy are among them, such as model.a" in refused.err) == (3, True)
+    torch.save({"model": {**arrays, "c": torch.zeros(4)}, "step": 3}, tmp_path / "both.pt")
+    done = ckpt("export", tmp_path / "both.pt", tmp_path / "out")
+    assert "2 left out, an array of numpy, which torch.save keeps as an object: model.a, model.b" in done.text
+    assert "1 left out, not a tensor: step" in done.text

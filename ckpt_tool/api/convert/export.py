@@ -26,7 +26,7 @@ from ckpt_tool.api.convert.names import beside_model_notes, module_names, rename
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
-from ckpt_tool.api.convert.selection import no_tensors, select_tensors
+from ckpt_tool.api.convert.selection import no_tensors, select_tensors, why_no_tensor
 from ckpt_tool.api.convert.tied import without_tied
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
@@ -163,7 +163,8 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         elif everything:
             dropped += no_tensors(selection.load_objects(checkpoint), named.manifest)
         else:
-            dropped += [Dropped(checkpoint.manifest.blobs[row].fqn, "not a tensor") for row in selection.objects]
+            left_out = [checkpoint.manifest.blobs[row] for row in selection.objects]
+            dropped += [Dropped(blob.fqn, why_no_tensor(blob)) for blob in left_out]
         tensors = cast_model(named.manifest.tensors, wanted_dtype(dtype))
         companions: dict[str, bytes] = {}
         if to in _HAS_CONFIG and named.config:

@@ -17,7 +17,7 @@ from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
-__all__ = ["Selection", "no_tensors", "select_tensors"]
+__all__ = ["Selection", "no_tensors", "select_tensors", "why_no_tensor"]
 
 _GATHERED = ".param_state/shard_"
 """In the names of objects that are optimizer state: Megatron's buffers, gathered from the ranks that share them."""
@@ -55,10 +55,15 @@ def no_tensors(blobs: Sequence[Blob], taken: Manifest) -> list[Dropped]:
                 f"the object {blob.fqn!r} holds {counted(held, 'tensor')}, which would be lost; there are no others",
                 hint="save it flattened (flatten_state_dict=True of DCP), or choose --to dcp",
             )
-        dropped.append(
-            Dropped(blob.fqn, f"an object with {counted(held, 'tensor')} inside" if held else "not a tensor")
-        )
+        why = f"an object with {counted(held, 'tensor')} inside" if held else why_no_tensor(blob)
+        dropped.append(Dropped(blob.fqn, why))
     return dropped
+
+
+def why_no_tensor(blob: Blob) -> str:
+    """Why a format of tensors alone leaves an object out; arrays of numpy may be weights that were saved as such."""
+    is_array = getattr(blob.value, "ndim", 0) > 0
+    return "an array of numpy, which torch.save keeps as an object" if is_array else "not a tensor"
 
 
 def select_tensors(
