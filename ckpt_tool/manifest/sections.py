@@ -68,6 +68,7 @@ _WORDS: dict[str, Section] = {
         "other",
     ),
 }  # fmt: skip
+_ANY_WORD = re.compile("optim|rng|random|schedul|scaler|loader|sampler")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _RANDOM_STATE = re.compile(r"random_?states?(?![a-z])")
 
@@ -102,10 +103,12 @@ def section_of(path: KeyPath, fqn: str) -> Section:
     is_nested = len(path) > 1
     keys: Sequence[object] = path if is_nested else fqn.replace("/", ".").split(".")
     first = str(keys[0])
-    if len(keys) > 1 and (first.lower() in WRAPPERS or _OF_RANK.fullmatch(first.lower())):
+    lower = first.lower()
+    if len(keys) > 1 and (lower in WRAPPERS or ("rank" in lower and _OF_RANK.fullmatch(lower))):
         keys = keys[1:]
         first = str(keys[0])
-    found = _FIRST_KEYS.get(first.lower().rstrip("0123456789").rstrip("_"))
+        lower = first.lower()
+    found = _FIRST_KEYS.get(lower.rstrip("0123456789").rstrip("_"))
     if found is None and (is_nested or len(keys) == 1):
         found = _by_words(first)
     if found is not None and found != "model":
@@ -117,6 +120,8 @@ def section_of(path: KeyPath, fqn: str) -> Section:
 
 def _by_words(key: str) -> Section | None:
     """What a key is for by the words in it, the last known one first: ``optimizer_scheduler`` is a scheduler."""
+    if _ANY_WORD.search(key.lower()) is None:
+        return None
     if _RANDOM_STATE.search(key.lower()):
         return "other"
     words = [word.lower() for word in _WORD.findall(key)]

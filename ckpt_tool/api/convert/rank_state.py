@@ -137,7 +137,7 @@ def _ranks_in(fqns: Iterable[str]) -> dict[str, int]:
         match = re.search(_RANK_STATE, fqn)
         if match is not None:
             found[fqn] = int(match[1] or match[2])
-        elif (numbered := _NUMBERED.search(fqn)) is not None:
+        elif ("rank" in fqn.lower() or "state" in fqn) and (numbered := _NUMBERED.search(fqn)) is not None:
             around = fqn[: numbered.start(1)], fqn[numbered.end(1) :]
             alike.setdefault(around, {})[int(numbered[1])] = fqn
     for of_rank in alike.values():
