@@ -43,6 +43,8 @@ class LiveState:
     slots: tuple[Slot, ...]
     finish: tuple[Callable[[], None], ...]
     """To be called once everything is filled: gives stateful objects back what they handed out."""
+    in_tuples: frozenset[KeyPath] = frozenset()
+    """Paths of leaves that lie in tuples, which DCP saves as one object."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class _Walk:
     known: Known = field(default_factory=dict)
     sharded: dict[str, list[Any]] = field(default_factory=dict)
     """Megatron's wrappers of each key."""
+    in_tuples: set[KeyPath] = field(default_factory=set)
 
     def visit(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
         if type(value) is dict and value:  # what most containers are, told without asking what else it could be
@@ -71,7 +74,9 @@ class _Walk:
             self.finish.append(lambda: value.load_state_dict(held))
         elif isinstance(value, MutableMapping) and value:
             self._visit_items(path, value)
-        elif isinstance(value, (MutableSequence, tuple)) and _has_structure(value):
+        elif isinstance(value, tuple) and _has_structure(value):
+            self._visit_tuple(path, value, set_value)
+        elif isinstance(value, MutableSequence) and _has_structure(value):
             for position, each in enumerate(value):
                 self.visit((*path, position), each, _setter(value, position))
         else:
@@ -80,6 +85,20 @@ class _Walk:
     def _visit_items(self, path: KeyPath, items: MutableMapping[Any, Any]) -> None:
         for key in list(items):
             self.visit((*path, key), items[key], lambda new, key=key: items.__setitem__(key, new))  # type: ignore[misc]
+
+    def _visit_tuple(self, path: KeyPath, value: tuple[Any, ...], set_value: Callable[[Any], None]) -> None:
+        """One that has other values now is replaced by one with these; its tensors are filled where they are."""
+        n_before, items = len(self.leaves), list(value)
+        for position, each in enumerate(value):
+            self.visit((*path, position), each, _setter(items, position))
+        self.in_tuples.update(leaf.path for leaf in self.leaves[n_before:])
+
+        def finish() -> None:
+            if any(new is not old for new, old in zip(items, value, strict=True)):
+                make = getattr(type(value), "_make", type(value))  # a named one takes its values one by one
+                set_value(make(items))
+
+        self.finish.append(finish)
 
     def _visit_megatron(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
         """A wrapper is replaced by what it wraps, once that is filled; as Megatron's own loading does."""
@@ -125,7 +144,7 @@ def walk_state(state: Any) -> LiveState:
         if leaf.fqn in seen:
             raise UsageError("two tensors of the state have this name", where=leaf.fqn)
         seen.add(leaf.fqn)
-    return LiveState(tuple(walk.leaves), tuple(walk.slots), tuple(walk.finish))
+    return LiveState(tuple(walk.leaves), tuple(walk.slots), tuple(walk.finish), frozenset(walk.in_tuples))
 
 
 def _has_structure(values: Any) -> bool:
@@ -137,10 +156,5 @@ def _has_structure(values: Any) -> bool:
     )
 
 
-def _setter(values: Any, position: int) -> Callable[[Any], None]:
-    def set_value(new: Any) -> None:
-        if isinstance(values, tuple):
-            raise UsageError(f"position {position} of a tuple cannot be set", hint="make it a list")
-        values[position] = new
-
-    return set_value
+def _setter(values: MutableSequence[Any], position: int) -> Callable[[Any], None]:
+    return lambda new: values.__setitem__(position, new)

@@ -1,4 +1,4 @@
-"""Arrays of bytes as torch tensors, bit for bit."""
+"""Arrays of bytes as torch tensors, bit for bit, and whole tensors into what a rank holds of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from ckpt_tool.dtypes import DType
 from ckpt_tool.errors import Unsupported
+from ckpt_tool.frameworks.boxes import Leaf
 
-__all__ = ["torch_tensor"]
+__all__ = ["fill_whole", "torch_tensor"]
 
 
 def torch_tensor(array: npt.NDArray[Any], dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
@@ -26,3 +27,20 @@ def torch_tensor(array: npt.NDArray[Any], dtype: DType, shape: tuple[int, ...]) 
     if not flat.size:
         return torch.empty(shape, dtype=kind, device="cpu")
     return torch.from_numpy(flat).view(kind).reshape(shape)
+
+
+def fill_whole(leaf: Leaf, value: object, *, cast: bool) -> tuple[str, str] | None:
+    """Fill what a rank holds of a tensor from the whole of it; ``(kind, text)`` where that does not fit.
+
+    The kind is ``missing`` where ``value`` is no tensor, else ``shape``, or ``dtype`` unless types may be ``cast``.
+    """
+    if not isinstance(value, torch.Tensor):
+        return "missing", "not in the object that the checkpoint has there"
+    if tuple(value.shape) != leaf.shape:
+        return "shape", f"expected {list(leaf.shape)}, got {list(value.shape)}"
+    if str(value.dtype) != f"torch.{leaf.dtype.name}" and not cast:
+        return "dtype", f"expected {leaf.dtype.name}, got {str(value.dtype).removeprefix('torch.')}"
+    with torch.no_grad():
+        for part in leaf.parts:
+            part.view.copy_(value[part.box.slices])
+    return None

@@ -21,11 +21,20 @@ from ckpt_tool.api.job.load_exchange import Choice, Exchange, choose_exchange
 from ckpt_tool.api.job.load_manifest import SharedManifest
 from ckpt_tool.api.job.load_match import NameMap, Problem, SavedValues, misfit, unexpected_tensors
 from ckpt_tool.api.job.load_move import Moved, Moves, plan_moves, run_moves
-from ckpt_tool.api.job.load_target import Memories, Target, matched, memories_of, state_key, target_of
+from ckpt_tool.api.job.load_target import (
+    Memories,
+    Target,
+    fill_from_objects,
+    matched,
+    memories_of,
+    state_key,
+    target_of,
+)
 from ckpt_tool.engine.landing import Landing
-from ckpt_tool.errors import UsageError
+from ckpt_tool.errors import Unsupported, UsageError
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.plain import from_plain, to_plain
 from ckpt_tool.manifest.tables import FileTable, IntArray
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.decode import open_files
@@ -173,7 +182,7 @@ class _Loading:
             known = None
             if failure is None and key is not None:
                 known, failure = _attempt(lambda: self._known(key, shared))
-            has_values = live is not None and bool(live.slots)
+            has_values = live is not None and bool(live.slots or live.in_tuples)
             has_more = live is not None and bool(live.finish)
             if failure is None and known is None:  # which all ranks will hear of, and so plan
                 _, failure = _attempt(lambda: self._prepare(live, shared))
@@ -222,7 +231,7 @@ class _Loading:
     def _prepare(self, live: LiveState, shared: SharedManifest) -> None:
         """What a rank can do before it hears of the others: leaders read metadata, the others would only wait."""
         if shared.is_leader:
-            shared.prepare(self._wanted(live), with_values=bool(live.slots))
+            shared.prepare(self._wanted(live), with_values=bool(live.slots or live.in_tuples))
         else:
             self._memories = memories_of(live)
 
@@ -303,7 +312,7 @@ class _Loading:
         if self._options.strict:
             problems |= dict.fromkeys(unexpected)
         if problems:
-            raise misfit(self._url, list(problems), manifest)
+            raise misfit(self._url, list(problems), manifest.tensors.fqns)
         return tuple(problem.fqn for problem in unexpected)
 
     def _set_values(self, known: Known, live: LiveState) -> tuple[int, list[str]]:
@@ -321,9 +330,14 @@ class _Loading:
             for slot in live.slots:
                 found, value = saved.find(slot.path)
                 if found:
-                    slot.set(deepcopy(value))  # the blob serves later loads too
+                    slot.set(_own(value))
                 elif not _is_empty(slot.value):
                     missing.append(slot.fqn)
+            problems = fill_from_objects(live, known.target.match, saved, cast=self._options.cast)
+            missing.extend(each.fqn for each in problems if each.kind == "missing")
+            wrong = [each for each in problems if self._options.strict or each.kind != "missing"]
+            if wrong:
+                raise misfit(self._url, wrong, ())
             for finish in live.finish:
                 finish()
 
@@ -337,6 +351,14 @@ def _fingerprint(digest: int, everyone: Sequence[IntArray], choice: Choice) -> i
     for rows in everyone:
         found.update(np.ascontiguousarray(rows).data)
     return int.from_bytes(found.digest(), "little") + 1
+
+
+def _own(value: Any) -> Any:
+    """``value`` for the state alone, of Python's and numpy's own classes: what is kept serves later loads too."""
+    try:
+        return from_plain(to_plain(value))
+    except Unsupported:
+        return deepcopy(value)
 
 
 def _is_empty(value: Any) -> bool:

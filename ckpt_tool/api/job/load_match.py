@@ -97,7 +97,7 @@ def match_tensors(
         rows.append(row)
         if row < 0:
             problems.append(Problem("missing", fqn, "not in the checkpoint"))
-    shapes = tensors.shape[rows, :].tolist() if rows else []
+    shapes = tensors.shape[rows, :].tolist() if rows and len(tensors) else [[]] * len(rows)
     for each, row, padded in zip(expected, rows, shapes, strict=True):
         if row < 0:
             continue
@@ -218,6 +218,12 @@ class SavedValues:
         counts = Counter(names)
         return {name: blob for name, blob in zip(names, blobs, strict=True) if counts[name] == 1}
 
+    def has_above(self, path: KeyPath) -> bool:
+        """Whether there is an object above ``path``, in which its value may be; not looked into."""
+        keys = [str(key) for key in path]
+        above = [".".join(keys[:depth]) for depth in range(1, len(keys))]
+        return any(name in known for name in above for known in (self._by_name, self._by_fqn, self._by_neutral))
+
     def find(self, path: KeyPath) -> tuple[bool, Any]:
         """``(found, value)``: the object of that name, or the place for it inside an object above.
 
@@ -266,8 +272,8 @@ def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:
     return True, value
 
 
-def misfit(url: str, problems: list[Problem], manifest: Manifest) -> LayoutError:
-    """One error for all that does not fit."""
+def misfit(url: str, problems: list[Problem], fqns: Sequence[str]) -> LayoutError:
+    """One error for all that does not fit a checkpoint whose tensors are ``fqns``."""
     counts = {kind: sum(each.kind == kind for each in problems) for kind in ("missing", "unexpected", "shape", "dtype")}
     summary = ", ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
     lines = [f"  {each.kind}: {each.fqn}: {each.text}" for each in problems[:_LISTED]]
@@ -275,6 +281,6 @@ def misfit(url: str, problems: list[Problem], manifest: Manifest) -> LayoutError
         lines.append(f"  and {len(problems) - _LISTED:,} more")
     hint = "pass cast=True to convert element types" if counts["dtype"] else None
     if counts["missing"] or counts["unexpected"]:
-        near = ", ".join(manifest.tensors.fqns[:2])
-        hint = f"the checkpoint's names are like {near}; map them with names=, or pass strict=False"
+        near = f"the checkpoint's names are like {', '.join(fqns[:2])}; map them with names=, or " if fqns else ""
+        hint = f"{near}pass strict=False"
     return LayoutError("the state does not fit: " + summary + "\n" + "\n".join(lines), where=url, hint=hint)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, match_tensors
+from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, SavedValues, match_tensors
 from ckpt_tool.engine.landing import Landing, Memory, box_rows
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.geometry.box import Box, intersect
@@ -17,7 +18,7 @@ from ckpt_tool.records import dataclass
 if TYPE_CHECKING:
     from ckpt_tool.frameworks.state import LiveState
 
-__all__ = ["Memories", "StateKey", "Target", "matched", "memories_of", "state_key", "target_of"]
+__all__ = ["Memories", "StateKey", "Target", "fill_from_objects", "matched", "memories_of", "state_key", "target_of"]
 
 StateKey: TypeAlias = tuple[Any, ...]
 Memories: TypeAlias = list[list[Memory | None]]
@@ -92,7 +93,29 @@ def state_key(live: LiveState) -> StateKey:
 def matched(live: LiveState, manifest: Manifest, names: NameMap | None, *, cast: bool, rank: int) -> Match:
     """The checkpoint's row of each tensor of the state, on one rank."""
     expected = [Expected(leaf.path, leaf.fqn, leaf.shape, leaf.dtype, leaf.may_differ) for leaf in live.leaves]
-    return match_tensors(manifest, expected, names=names, cast=cast, rank=rank)
+    match = match_tensors(manifest, expected, names=names, cast=cast, rank=rank)
+    if not live.in_tuples:
+        return match
+    saved = SavedValues(manifest.blobs, rank, lambda _: None)
+    in_objects = {".".join(map(str, path)) for path in live.in_tuples if saved.has_above(path)}
+    left = tuple(each for each in match.problems if each.kind != "missing" or each.fqn not in in_objects)
+    return replace(match, problems=left)
+
+
+def fill_from_objects(live: LiveState, match: Match, saved: SavedValues, *, cast: bool) -> list[Problem]:
+    """Fill the tensors in tuples, which are part of an object where a state was saved as DCP does it.
+
+    Returns what does not fit, or is not in that object.
+    """
+    from ckpt_tool.frameworks.tensors import fill_whole
+
+    problems = []
+    for leaf, row in zip(live.leaves, match.rows, strict=True):
+        if row < 0 and leaf.path in live.in_tuples and saved.has_above(leaf.path):
+            misfit = fill_whole(leaf, saved.find(leaf.path)[1], cast=cast)
+            if misfit is not None:
+                problems.append(Problem(misfit[0], leaf.fqn, misfit[1]))
+    return problems
 
 
 def target_of(live: LiveState, manifest: Manifest, match: Match) -> Target:
