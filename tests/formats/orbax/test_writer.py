@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +12,15 @@ from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.trust.verify import verify
-from ckpt_tool.dtypes import DTYPES, DType
+from ckpt_tool.dtypes import DTYPES
 from ckpt_tool.errors import LayoutError, Unsupported
 from ckpt_tool.formats.orbax.reader import READER
 from ckpt_tool.formats.orbax.writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, KeyPath
-from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import FIXTURES, all_rows, assemble, source_of
-from tests.formats.torch_save.laid_out import filled, request_of
+from tests.formats.torch_save.laid_out import request_of
+from tests.formats.whole_writers import assert_every_dtype_comes_back, written
 from tests.formats.zoo import CHECKPOINTS
 from tests.reports.made import as_bytes
 
@@ -40,29 +39,10 @@ KINDS = [
 ]
 
 
-def written(request: Any) -> tuple[MemoryStore, dict[str, bytes]]:
-    """The files of a request whose tensors hold random bytes, and these by name."""
-    rng = np.random.default_rng(0)
-    payload = {meta.fqn: rng.integers(0, 2, meta.nbytes, dtype=np.uint8).tobytes() for meta in request.tensors}
-    return MemoryStore(filled(WRITER.lay_out(request), payload, is_sealed=False)), payload
-
-
 def test_every_dtype_comes_back() -> None:
     """Matrices, scalars, empty arrays; of each type that zarr or TensorStore has."""
-    shapes = {"matrix": (3, 5), "scalar": (), "empty": (0, 4)}
-    tensors: dict[KeyPath, tuple[DType, tuple[int, ...]]] = {
-        ("params", kind, name): (DTYPES[kind], shape) for kind in KINDS for name, shape in shapes.items()
-    }
-    boxes = [(row, Box.whole(shape), 0) for row, (_, shape) in enumerate(tensors.values()) if Box.whole(shape).volume]
-    store, payload = written(request_of(tensors, boxes))
-    manifest = READER.read(source_of(store))
-    chunks = READER.resolve(source_of(store), manifest, all_rows(manifest))
-    found = {fqn: assemble(store, manifest, chunks, fqn) for fqn in manifest.tensors.fqns}
-    assert {fqn: (one.dtype, one.shape, one.data) for fqn, one in found.items()} == {
-        ".".join(map(str, path)): (kind.name, shape, payload[".".join(map(str, path))])
-        for path, (kind, shape) in tensors.items()
-    }
-    assert manifest.tensor("params.bfloat16.matrix").path == ("params", "bfloat16", "matrix")
+    manifest = assert_every_dtype_comes_back(WRITER, READER, KINDS)
+    assert manifest.tensor("model.bfloat16.matrix").path == ("model", "bfloat16", "matrix")
 
 
 def test_objects_are_leaves() -> None:
@@ -77,7 +57,7 @@ def test_objects_are_leaves() -> None:
     assert WRITER.lay_out(request).manifest.notes == (
         "2 objects are left out, for Orbax holds arrays, numbers and text: raw, huge; --to torch-save keeps them",
     )
-    store, _ = written(request)
+    store, _ = written(WRITER, request)
     manifest = READER.read(source_of(store))
     assert {blob.fqn: blob.value for blob in manifest.blobs} == {"name": "run", "nothing": None, "empty": {}}
     assert manifest.tensor("groups.1.wd").path == ("groups", 1, "wd")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ckpt_tool.api.checkpoint import open_checkpoint
@@ -21,9 +20,9 @@ from ckpt_tool.formats.torchsnapshot.reader import READER
 from ckpt_tool.formats.torchsnapshot.writer import WRITER
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Blob, KeyPath
-from ckpt_tool.storage.memory import MemoryStore
 from tests.formats.conformance import FIXTURES, all_rows, assemble, source_of
-from tests.formats.torch_save.laid_out import filled, request_of
+from tests.formats.torch_save.laid_out import request_of
+from tests.formats.whole_writers import assert_every_dtype_comes_back, written
 from tests.formats.zoo import CHECKPOINTS
 from tests.reports.made import as_bytes
 
@@ -31,13 +30,6 @@ FP32 = DTYPES["float32"]
 KINDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 METADATA = ".snapshot_metadata"
 TRAINING = FIXTURES / "torch/dcp_fsdp2_4r_fp32/ckpt"
-
-
-def written(request: Any) -> tuple[MemoryStore, dict[str, bytes]]:
-    """The files of a request whose tensors hold random bytes, and these by name."""
-    rng = np.random.default_rng(0)
-    payload = {meta.fqn: rng.integers(0, 2, meta.nbytes, dtype=np.uint8).tobytes() for meta in request.tensors}
-    return MemoryStore(filled(WRITER.lay_out(request), payload, is_sealed=False)), payload
 
 
 def singles(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,19 +44,7 @@ def singles(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_every_dtype_comes_back() -> None:
     """Matrices, scalars and empty tensors of each type that is stored as plain bytes."""
-    shapes = {"matrix": (3, 5), "scalar": (), "empty": (0, 4)}
-    tensors: dict[KeyPath, tuple[DType, tuple[int, ...]]] = {
-        ("model", kind, name): (DTYPES[kind], shape) for kind in KINDS for name, shape in shapes.items()
-    }
-    boxes = [(row, Box.whole(shape), 0) for row, (_, shape) in enumerate(tensors.values()) if Box.whole(shape).volume]
-    store, payload = written(request_of(tensors, boxes))
-    manifest = READER.read(source_of(store))
-    chunks = READER.resolve(source_of(store), manifest, all_rows(manifest))
-    found = {fqn: assemble(store, manifest, chunks, fqn) for fqn in manifest.tensors.fqns}
-    assert {fqn: (one.dtype, one.shape, one.data) for fqn, one in found.items()} == {
-        ".".join(map(str, path)): (kind.name, shape, payload[".".join(map(str, path))])
-        for path, (kind, shape) in tensors.items()
-    }
+    assert_every_dtype_comes_back(WRITER, READER, KINDS)
 
 
 def test_objects_are_entries() -> None:
@@ -74,7 +54,7 @@ def test_objects_are_entries() -> None:
         "nothing": None, "groups": [{"wd": 0.1}, {"wd": 0.2}], "by_id": {0: "a", 5: 1}, "odd": {(1, 2): 3},
     }  # fmt: skip
     blobs = [Blob(f"opt.{name}", "value", None, value, ("opt", name), is_loaded=True) for name, value in values.items()]
-    store, _ = written(request_of({("model", "a%/b"): (FP32, (2,))}, [(0, Box.whole((2,)), 0)], blobs=blobs))
+    store, _ = written(WRITER, request_of({("model", "a%/b"): (FP32, (2,))}, [(0, Box.whole((2,)), 0)], blobs=blobs))
     rows = json.loads(store.read(METADATA, 0, store.listing().nbytes(METADATA)))["manifest"]
     assert rows["0/model"] == {"type": "dict", "keys": ["a%/b"]}
     assert "0/model/a%25%2Fb" in rows
@@ -103,7 +83,7 @@ def test_entries_of_ranks() -> None:
     }  # fmt: skip
     blobs = [Blob("data@rank1", "value", None, 5, ("data@rank1",), is_loaded=True)]
     request = request_of(tensors, [*halves, (2, Box.whole((2,)), 0)], world_size=3, blobs=blobs)
-    store, _ = written(request)
+    store, _ = written(WRITER, request)
     rows = json.loads(store.read(METADATA, 0, store.listing().nbytes(METADATA)))["manifest"]
     shards = [[one["offsets"] for one in rows[f"{rank}/model/w"]["shards"]] for rank in range(3)]
     assert shards == [[[0, 0]], [[2, 0]], []]
