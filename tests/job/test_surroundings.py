@@ -17,9 +17,9 @@ from tests.job import workers
 
 SIZE = 2
 AROUND: dict[str, Any] = {
-    "inference": torch.inference_mode,
     "nothing": nullcontext,
     "device": partial(torch.device, "meta"),
+    "inference": torch.inference_mode,
     "gradients": torch.enable_grad,
 }
 """Blocks that training code has around its calls, as evaluations and models that are made on another device have."""
@@ -36,8 +36,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def _job(rank: int, size: int, rendezvous: str, out: str) -> None:
     with workers.joined(rank, size, rendezvous):
         found: dict[str, Any] = {}
-        for number, (name, around) in enumerate(AROUND.items()):  # of one structure: staged by what is known of others
-            found[name] = _there_and_back(Path(f"{out}/{name}"), number, around())
+        for turn in range(2):  # of one structure: staged by what was made ready in other modes
+            for number, (name, around) in enumerate(AROUND.items()):
+                found.setdefault(name, []).extend(_there_and_back(Path(f"{out}/{name}{turn}"), number, around()))
         found.update(_little(rank, Path(out)))
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()

@@ -108,9 +108,7 @@ class Stager:
         starts, is_part = boxes.offsets - held.offsets[rows], (boxes.sizes != held.sizes[rows]).any(axis=1)
         self._rows: list[int] = []
         self._cuts: list[tuple[slice, ...] | None] = []
-        self._targets: list[torch.Tensor] = []
-        with torch.inference_mode(mode=False):  # what is made in that mode cannot be filled again outside of it
-            memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        places: list[tuple[int, torch.Tensor, tuple[int, ...] | None]] = []
         for number, (row, offset) in enumerate(zip(rows.tolist(), offsets.tolist(), strict=True)):
             source, cut = views[row], None
             if is_part[number]:
@@ -119,12 +117,12 @@ class Stager:
                 source = source.detach()[cut]
             if not source.numel():
                 continue
-            kind = source.dtype if source.dtype in _COPIED else _BY_WIDTH[source.element_size()]
-            flat = memory[offset : offset + source.numel() * source.element_size()].view(kind)
-            strides = structure.order_of(row, source.shape)
             self._rows.append(row)
             self._cuts.append(cut)
-            self._targets.append(flat.view(source.shape) if strides is None else flat.as_strided(source.shape, strides))
+            places.append((offset, source, structure.order_of(row, source.shape)))
+        with torch.inference_mode(mode=False):  # what is made in that mode cannot be filled again outside of it
+            memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+            self._targets = [_place(memory, *each) for each in places]
         self._before: dict[torch.device, Any] = {}
         self._events: list[Any] = []
         self._held: list[torch.Tensor] = []
@@ -180,6 +178,13 @@ class Stager:
         for event in self._events:
             event.synchronize()
         self._events, self._held = [], []
+
+
+def _place(memory: torch.Tensor, offset: int, source: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Memory for the bits of ``source`` from byte ``offset`` on, of its shape; in row-major order unless told."""
+    kind = source.dtype if source.dtype in _COPIED else _BY_WIDTH[source.element_size()]
+    flat = memory[offset : offset + source.nbytes].view(kind)
+    return flat.view(source.shape) if strides is None else flat.as_strided(source.shape, strides)
 
 
 def _plain(sources: list[torch.Tensor]) -> list[torch.Tensor]:
