@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.records import dataclass
 
-__all__ = ["SplitName", "index_beside", "index_names", "missing_names", "missing_numbers", "split_name"]
+__all__ = ["SplitName", "index_beside", "index_names", "missing_names", "split_name"]
 
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})(?P<end>(?:\.\w+)?\.\w+)", re.ASCII)
 _INDEX = re.compile(r"[^/]*\.(?P<kind>\w+)\.index(?P<variant>\.[^/.]+)?\.json", re.ASCII)
@@ -64,20 +65,9 @@ def missing_names(paths: Iterable[str]) -> list[str]:
         present = {member.number for member in members}
         first = 0 if 0 in present and count not in present else 1
         width, of = len(members[0].text), members[0].count_text
-        lacking = missing_numbers(present, count, first=first)
+        lacking = absent_numbers(present, count, first=first, at_most=_MAX_MISSING)
         missing += [f"{stem}-{number:0{width}d}-of-{of}{end}" for number in lacking]
     return missing
-
-
-def missing_numbers(numbers: Iterable[int], count: int, *, first: int = 1) -> list[int]:
-    """The first 100 of the ``count`` numbers from ``first`` on that are not among ``numbers``.
-
-    >>> missing_numbers([1, 3], 4)
-    [2, 4]
-    """
-    present = set(numbers)
-    possible = range(first, first + min(count, len(present) + _MAX_MISSING))
-    return [number for number in possible if number not in present][:_MAX_MISSING]
 
 
 def index_beside(paths: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ from ckpt_tool.cli.app import main
 from ckpt_tool.errors import CkptError, NotFound
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.storage.kernel import die_with_parent, exchange, fallocate, start_writeback
-from tests.hostile.mutations import mutated
+from tests.hostile.mutations import mutated, renamed
 from tests.hostile.spread import all_shares
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -56,6 +56,7 @@ ARCHIVES = tuple(sorted(path.parent.name for path in FIXTURES.glob("*/checkpoint
 """Folders of fixtures of which the checkpoints lie in one archive."""
 SINGLE = "torch/pt_files"
 """A folder of files each of which is a checkpoint."""
+_RENAMED = 0.1
 MEMORY_BYTES = 3 << 30
 """Address space; the interpreter with numpy and pyarrow takes one."""
 MAX_S, MAX_WALL_S = 10, 120
@@ -274,6 +275,26 @@ def checkpoint_in(target: Path) -> Path:
     return target
 
 
+@contextlib.contextmanager
+def damaged(target: Path, path: Path, rng: random.Random) -> Iterator[None]:
+    """A file of a checkpoint with other bytes for a while; one in ten with another number in its name."""
+    other = target / renamed(str(path.relative_to(target)), rng)
+    if rng.random() < _RENAMED and not other.exists():
+        other.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(other)
+        yield
+        other.rename(path)
+        for folder in other.parents:
+            if folder == target or any(folder.iterdir()):
+                break
+            folder.rmdir()
+    else:
+        raw = path.read_bytes()
+        path.write_bytes(mutated(raw, rng))
+        yield
+        path.write_bytes(raw)
+
+
 def run(seed: int, numbers: range, names: tuple[str, ...], say: Say, heard: Say = lambda line: None) -> int:
     """Try the mutations of these numbers, in turn of all files of these fixtures; how many rules were broken.
 
@@ -299,17 +320,15 @@ def run(seed: int, numbers: range, names: tuple[str, ...], say: Say, heard: Say 
             told = {"number": number, "seed": seed, "fixture": name, "file": str(path.relative_to(target)),
                     "command": command}  # fmt: skip
             heard(told)
-            raw = path.read_bytes()
-            path.write_bytes(mutated(raw, rng))
-            tried = trial(target, path, truths[name], watch, command)
+            with damaged(target, path, rng):
+                tried = trial(target, path, truths[name], watch, command)
+                keep = os.environ.get("CKPT_FUZZ_KEEP")
+                if keep and tried.broken:
+                    copy = shutil.copy if target.is_file() else shutil.copytree
+                    copy(target, Path(keep) / f"{seed}-{number}-{target.name}")
             for what in tried.broken:
                 n_broken += 1
                 say({**told, "what": what})
-                keep = os.environ.get("CKPT_FUZZ_KEEP")
-                if keep:
-                    copy = shutil.copy if target.is_file() else shutil.copytree
-                    copy(target, Path(keep) / f"{seed}-{number}-{target.name}")
-            path.write_bytes(raw)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             heard({**told, "answer": tried.answer, "seconds": tried.seconds, "peak_bytes": peak})
     return n_broken

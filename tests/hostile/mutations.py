@@ -1,14 +1,16 @@
-"""Changes to the bytes of a file, each a function of a random generator: what disks, copies and attackers do."""
+"""Changes to a file's bytes or its name, functions of a random generator: what disks, copies and attackers do."""
 
 from __future__ import annotations
 
 import random
+import re
 import struct
 from collections.abc import Callable
 
-__all__ = ["MUTATORS", "mutated"]
+__all__ = ["MUTATORS", "mutated", "renamed"]
 
 _INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
+_COUNTS = ("0", "7", "000001", "65535", "2147483647", "999999999999", str(1 << 64), "9" * 60)
 _WORDS = (
     b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x06", b"cos\nsystem\n", b"c__builtin__\neval\n", b"R.",
     b"\x81", b"data_offsets", b'"shape":[', b"-1", b"NaN", b"1e999", b"..\\/", b"/etc/passwd", b"\x8a\xff",
@@ -108,3 +110,16 @@ def mutated(raw: bytes, rng: random.Random) -> bytes:
                 rng.choice(MUTATORS)(data, rng)
         if bytes(data) != raw:
             return bytes(data)
+
+
+def renamed(path: str, rng: random.Random) -> str:
+    """The path with another number, which ranks, shards and steps are counted by; as it is where it has none.
+
+    >>> renamed("mp_rank_00/model.pt", random.Random(0)) in {f"mp_rank_{n}/model.pt" for n in _COUNTS}
+    True
+    """
+    numbers = list(re.finditer(r"[0-9]+", path))
+    if not numbers:
+        return path
+    place = rng.choice(numbers)
+    return f"{path[: place.start()]}{rng.choice(_COUNTS)}{path[place.end() :]}"

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
 
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
@@ -17,6 +16,7 @@ from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._hf_index import parse_index
 from ckpt_tool.formats.base import MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
+from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.records import dataclass
@@ -290,12 +290,11 @@ def _grids(step: StepFiles) -> Iterator[str]:
         if sample is None or len({len(each) for each in numbers}) != 1:
             continue
         sizes = [max(column) + 1 for column in zip(*numbers, strict=True)]
-        missing = [each for each in product(*map(range, sizes)) if each not in numbers]
-        if missing:
-            example = _pattern_of(sample[1])
+        missing = absent_places(numbers, sizes, at_most=_EXAMPLES)
+        if missing.n:
+            n_files = counted(missing.n + len(numbers), "file")
             yield (
-                f"{len(missing):,} of {counted(len(missing) + len(numbers), 'file')} {example} are missing: "
-                f"{_some(missing)}"
+                f"{missing.n:,} of {n_files} {_pattern_of(sample[1])} are missing: {_some(missing.first, missing.n)}"
             )
     has_index = any(_INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
     for pattern in (_OF_WORLD, _OF_SHARDS):
@@ -311,10 +310,11 @@ def _grids(step: StepFiles) -> Iterator[str]:
                 sample = path, match
         for (_, total), have in found.items():
             first = int(pattern is _OF_SHARDS and (0 not in have or int(total) in have))
-            lost = sorted(set(range(first, int(total) + first)) - have) if int(total) <= len(step.sizes) * 64 else [0]
-            if lost and sample is not None:
+            lost = absent_places([(number - first,) for number in have], (int(total),), at_most=_EXAMPLES)
+            if lost.n and sample is not None:
                 example = _pattern_of(sample[1], 3 if pattern is _OF_WORLD else 2)
-                yield f"{len(lost):,} of {counted(int(total), 'file')} {example} are missing: {_some(lost)}"
+                shown = _some([number + first for (number,) in lost.first], lost.n)
+                yield f"{lost.n:,} of {counted(int(total), 'file')} {example} are missing: {shown}"
 
 
 def _pattern_of(match: re.Match[str], *groups: int) -> str:
@@ -360,7 +360,7 @@ def _layout(listing: Listing, manifest: Manifest | None) -> str | None:
     return f"{n:,} rank{'s' if n > 1 else ''}" if n else None
 
 
-def _some(names: Iterable[object]) -> str:
-    listed = [str(name) for name in names]
-    more = f" and {len(listed) - _EXAMPLES:,} more" if len(listed) > _EXAMPLES else ""
-    return ", ".join(listed[:_EXAMPLES]) + more
+def _some(names: Sequence[object], count: int | None = None) -> str:
+    """The first of the names, and how many more of ``count`` there are; of the names where there is none."""
+    n_more = (len(names) if count is None else count) - _EXAMPLES
+    return ", ".join(map(str, names[:_EXAMPLES])) + (f" and {n_more:,} more" if n_more > 0 else "")

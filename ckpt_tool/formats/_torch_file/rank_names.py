@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.records import dataclass
 
 __all__ = ["RankFile", "RankFileSet", "find_sets", "rank_file"]
@@ -57,13 +58,13 @@ class RankFileSet:
     @property
     def missing(self) -> tuple[str, ...]:
         """Paths that should be there: each family should have a file of every rank."""
-        known = {(file.family, file.rank) for file in self.files}
-        samples = {file.family: file for file in self.files}
+        families: dict[str, list[RankFile]] = {}
+        for file in self.files:
+            families.setdefault(file.family, []).append(file)
         return tuple(
-            _with_rank(sample, rank)
-            for family, sample in samples.items()
-            for rank in range(self.world_size)
-            if (family, rank) not in known
+            _with_rank(files[-1], rank)
+            for files in families.values()
+            for rank in absent_numbers([file.rank for file in files], self.world_size)
         )
 
 

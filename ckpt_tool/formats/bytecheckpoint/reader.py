@@ -23,6 +23,7 @@ from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.bytecheckpoint.location import SECTIONS, Location, foreign_step, locate, within
 from ckpt_tool.formats.bytecheckpoint.section import read_section, section_manifest
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.merge import merge_manifests
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
@@ -128,7 +129,7 @@ class ByteCheckpointReader:
         yield from checks.file_findings(source, manifest)
         step = within(source, manifest.info.get("folder", ""))
         ranks = set(_extra_files(step))
-        missing = sorted(set(range(manifest.info.get("world_size") or 0)) - ranks) if ranks else []
+        missing = absent_numbers(ranks, manifest.info.get("world_size") or 0) if ranks else []
         for rank in missing:
             path = "/".join(filter(None, (manifest.info.get("folder"), EXTRA_STATE, f"extra_state_rank_{rank}.pt")))
             message = f"rank {rank} has no file of extra state: {path}"

@@ -25,6 +25,7 @@ from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.consolidated.sizes import Cut, Sizes, cuts_of, dims_of, sizes_of
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import KeyPath, Manifest, MeshInfo
@@ -111,9 +112,9 @@ def _paths(source: Source) -> list[str]:
     found = {int(match[1]): path for path in source.listing.sizes if (match := _FILE.fullmatch(path))}
     if not found:
         return []
-    missing = sorted(set(range(max(found) + 1)) - set(found))
+    missing = absent_numbers(found, max(found) + 1, at_most=_SHOWN)
     if missing:
-        listed = ", ".join(f"consolidated.{number:02d}.pth" for number in missing[:_SHOWN])
+        listed = ", ".join(f"consolidated.{number:02d}.pth" for number in missing)
         raise NotFound(f"{listed} missing beside {counted(len(found), 'file')}", where=source.listing.url)
     return [found[number] for number in sorted(found)]
 

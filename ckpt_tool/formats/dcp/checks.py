@@ -13,6 +13,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.copies import copy_findings
 from ckpt_tool.formats.dcp.probe import metadata_paths
 from ckpt_tool.formats.dcp.resolve import located_items
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 
@@ -53,7 +54,7 @@ def metadata_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
         said = f"{_MEGATRON_CONFIG} is missing beside {common}: Megatron writes it last and needs it to load"
         yield Finding("missing-metadata", Severity.ERROR, said, where=FileRange(_MEGATRON_CONFIG, 0, 0))
     ranks = {rank for path in metadata_paths(source) if (rank := rank_metadata(path)) is not None}
-    for rank in sorted(set(range(max(ranks, default=-1) + 1)) - ranks)[:_NAMES_SHOWN]:
+    for rank in absent_numbers(ranks, max(ranks, default=-1) + 1, at_most=_NAMES_SHOWN):
         yield Finding(
             "missing-metadata",
             Severity.ERROR,

@@ -15,6 +15,7 @@ from ckpt_tool.formats._replicas import COPIES
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp import probe, resolve
 from ckpt_tool.formats.dcp.sidecar import SIDECAR_NAME, Facts, Sidecar, read_sidecar
+from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.overlaps import exact_duplicates
 from ckpt_tool.manifest.finding import Finding
@@ -156,13 +157,14 @@ def _notes(paths: Sequence[str], tables: Tables) -> Iterator[str]:
         yield f"{what} left out ({by_rank})"
     if paths[0] != METADATA_NAME:
         ranks = [rank_metadata(path) or 0 for path in paths]
-        absent = sorted(set(range(max(ranks) + 1)) - set(ranks))
+        absent = absent_places([(rank,) for rank in ranks], (max(ranks) + 1,), at_most=10)
         yield (
             f"saved without collectives: the union of {counted(len(paths), 'metadata file')}, ranks 0 to "
             f"{max(ranks):,}; the absence of higher ranks cannot be noticed"
         )
-        if absent:
-            yield f"metadata of {counted(len(absent), 'rank')} is missing: {', '.join(map(str, absent[:10]))}"
+        if absent.n:
+            shown = ", ".join(str(rank) for (rank,) in absent.first)
+            yield f"metadata of {counted(absent.n, 'rank')} is missing: {shown}"
     transformed = sum(entry.codec is not None for entry in tables.files)
     if transformed:
         yield f"{counted(transformed, 'chunk', 'are')} compressed: each is decoded whole"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
@@ -108,27 +109,21 @@ class TagFiles:
         """Paths of partitions that should be there; none when no optimizer was saved at all."""
         if not self.optims:
             return []
-        known = {(file.dp, file.mp) for file in self.optims}
+        known = {(file.mp, file.dp) for file in self.optims}
         sample = _OPTIM.fullmatch(self.optims[0].path.rpartition("/")[2])
         prefix, tail = (sample["prefix"] or "", sample["tail"]) if sample else ("", "_optim_states.pt")
         return [
             f"{self.folder}{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{tail}"
-            for mp in range(mp_world_size)
-            for dp in range(dp_world_size)
-            if (dp, mp) not in known
+            for mp, dp in absent_places(known, (mp_world_size, dp_world_size)).first
         ]
 
     def missing_models(self, dp_world_size: int, mp_world_size: int) -> list[str]:
         """Paths of model files that should be there, given how the present ones are named."""
         is_split = any(file.dp is not None for file in self.models)
-        known = {(file.dp, file.mp) for file in self.models}
-        expected: list[tuple[int | None, int]] = [
-            (dp, mp) for mp in range(mp_world_size) for dp in (range(dp_world_size) if is_split else (None,))
-        ]
+        known = {(file.mp, file.dp or 0) for file in self.models if is_split == (file.dp is not None)}
         return [
-            f"{self.folder}{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
-            for dp, mp in expected
-            if (dp, mp) not in known
+            f"{self.folder}{f'zero_pp_rank_{dp}_' if is_split else ''}mp_rank_{mp:02d}_model_states.pt"
+            for mp, dp in absent_places(known, (mp_world_size, dp_world_size if is_split else 1)).first
         ]
 
 

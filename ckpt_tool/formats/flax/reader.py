@@ -18,6 +18,7 @@ from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.flax.walk import ArrayPlace, BytesPlace, walk
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.geometry.flat import flat_boxes_columns
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, KeyPath, Manifest
 from ckpt_tool.records import dataclass, field
@@ -111,9 +112,9 @@ def _missing(paths: Sequence[str]) -> list[str]:
     numbered = _NUMBERED.fullmatch(paths[0])
     if numbered is None:
         return []
-    count = min(int(numbered["count"]), 10_000)
-    names = [f"{numbered['stem']}-{i + 1:05d}-of-{numbered['count']}.msgpack" for i in range(count)]
-    return [name for name in names if name not in paths]
+    present = [int(found["number"]) for path in paths if (found := _NUMBERED.fullmatch(path)) is not None]
+    lacking = absent_numbers(present, int(numbered["count"]), first=1)
+    return [f"{numbered['stem']}-{number:05d}-of-{numbered['count']}.msgpack" for number in lacking]
 
 
 def _walked(source: Source, path: str) -> Any:

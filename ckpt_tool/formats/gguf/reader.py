@@ -16,6 +16,7 @@ from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.gguf.header import MAGIC, Header, parse_header
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
@@ -124,8 +125,9 @@ def _missing(source: Source, paths: Sequence[str]) -> list[str]:
     split = _SPLIT.fullmatch(paths[0])
     if split is None or source.listing.entry is not None:
         return []
-    names = [f"{split['stem']}-{i + 1:05d}-of-{split['count']}.gguf" for i in range(min(int(split["count"]), 10_000))]
-    return [name for name in names if name not in paths]
+    present = [int(found["number"]) for path in paths if (found := _SPLIT.fullmatch(path)) is not None]
+    lacking = absent_numbers(present, int(split["count"]), first=1)
+    return [f"{split['stem']}-{number:05d}-of-{split['count']}.gguf" for number in lacking]
 
 
 def _notes(paths: Sequence[str], headers: Sequence[Header], pairs: dict[str, Any], missing: Sequence[str]) -> list[str]:

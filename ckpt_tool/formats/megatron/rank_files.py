@@ -21,6 +21,7 @@ from math import gcd, lcm
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound, Unsupported
 from ckpt_tool.formats.megatron.facts import Facts
+from ckpt_tool.geometry.absent import MAX_LISTED
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted_of
 
@@ -40,8 +41,7 @@ __all__ = [
 MODEL_FILE = "model_optim_rng.pt"
 NEMO_FILE = "model_weights.ckpt"
 OPTIMIZER_FILE = "distrib_optim.pt"
-_MAX_NAMED = 1000  # of the files that are missing: damaged arguments ask for any number
-_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_FOLDER = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
 _FIRST_MODULES = ("embedding.word_embeddings.",)
 _LAST_MODULES = ("decoder.final_",)  # final_layernorm, or final_norm of hybrid models
 _NEMO_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
@@ -207,7 +207,7 @@ def grid_of(folders: Sequence[RankFolder], facts: Facts, modules: Mapping[str, f
     n_absent = pp * n_saving - sum(rank is not None and rank < n_saving for rank in ranks.values())
     if n_absent:
         all_of_them = ((p, rank // etp % ep, rank % tp) for p in range(pp) for rank in range(n_saving))
-        absent = list(islice((coord for coord in all_of_them if coord not in coords), _MAX_NAMED))
+        absent = list(islice((coord for coord in all_of_them if coord not in coords), MAX_LISTED))
         stage, expert, tensor = absent[0]
         names = [rank_folder(t, p, e, pp=pp, ep=ep) for p, e, t in absent]
         raise NotFound(

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.megatron.registration import layer_key
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
 from ckpt_tool.sizes import counted
 
@@ -60,9 +61,9 @@ def stage_layers(
     shared = sorted(layer for layer, stages in stage_of.items() if len(stages) > 1)
     if shared:
         raise LayoutError(f"layer {shared[0]} was saved by several pipeline stages: {sorted(stage_of[shared[0]])}")
-    absent = sorted(set(range(max(stage_of, default=-1) + 1)) - set(stage_of))
+    absent = absent_numbers(stage_of, max(stage_of, default=-1) + 1, at_most=8)
     if absent:
-        raise LayoutError(f"layers {absent[:8]} are in no stage, of {counted(max(stage_of) + 1, 'layer')}")
+        raise LayoutError(f"layers {absent} are in no stage, of {counted(max(stage_of) + 1, 'layer')}")
     held: list[list[int]] = [[] for _ in range(n_stages)]
     for layer in sorted(stage_of):
         held[next(iter(stage_of[layer]))].append(layer)

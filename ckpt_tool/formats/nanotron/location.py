@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import islice, product
 
 from ckpt_tool.formats.base import Source
+from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.records import dataclass
 
 __all__ = [
@@ -25,16 +25,16 @@ ONE_RANK = "_pp-rank-0-of-1_tp-rank-0-of-1"
 """In the name of a file with all of a parameter that tensor-parallel ranks cut."""
 _TRACKER = "latest.txt"
 _MAX_TRACKER_NBYTES = 64
-_RANKS = r"_pp-rank-(?P<pp>\d+)-of-\d+_tp-rank-(?P<tp>\d+)-of-\d+(?:_exp-rank-(?P<exp>\d+)-of-\d+)?"
+_N = r"\d{1,9}"
+_RANKS = rf"_pp-rank-(?P<pp>{_N})-of-{_N}_tp-rank-(?P<tp>{_N})-of-{_N}(?:_exp-rank-(?P<exp>{_N})-of-{_N})?"
 _MODEL = re.compile(rf"model/(?P<module>.+)/model_(?P<leaf>[^/]+?)(?:{_RANKS})?\.safetensors")
 _OPTIMIZER = re.compile(
-    r"optimizer/optimizer_pp-(?P<pp>\d+)-of-(?P<n_pp>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<n_dp>\d+))?"
-    r"_tp-(?P<tp>\d+)-of-(?P<n_tp>\d+)(?:_exp-(?P<exp>\d+)-of-\d+)?\.pt"
+    rf"optimizer/optimizer_pp-(?P<pp>{_N})-of-(?P<n_pp>{_N})(?:_dp-(?P<dp>{_N})-of-(?P<n_dp>{_N}))?"
+    rf"_tp-(?P<tp>{_N})-of-(?P<n_tp>{_N})(?:_exp-(?P<exp>{_N})-of-{_N})?\.pt"
 )
 
-_RANK = re.compile(r"(?<=_)(?P<axis>dp|tp|exp|tp-rank|exp-rank|pp)-(?P<rank>\d+)-of-(?P<n>\d+)")
+_RANK = re.compile(rf"(?<=_)(?P<axis>dp|tp|exp|tp-rank|exp-rank|pp)-(?P<rank>{_N})-of-(?P<n>{_N})")
 """A rank in a name, of an axis along which all ranks have a file; a parameter is of one pipeline stage."""
-_MAX_LACKING = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,22 @@ def optimizer_file(path: str) -> OptimizerFile | None:
 
 
 def lacking_files(paths: Iterable[str]) -> list[str]:
-    """Files of ranks that the names of others tell of; the first thousand.
+    """Files of ranks that the names of others tell of.
 
     >>> lacking_files(["model/a/model_w_pp-rank-0-of-2_tp-rank-1-of-2.safetensors"])
     ['model/a/model_w_pp-rank-0-of-2_tp-rank-0-of-2.safetensors']
     """
-    here = set(paths)
-    grids = {
-        (_RANK.sub(r"\g<axis>-{}-of-\g<n>", path), tuple(int(found["n"]) for found in _RANK.finditer(path)))
-        for path in here
-        if "{" not in path and (model_file(path) or optimizer_file(path))
-    }
-    expected = (text.format(*ranks) for text, sizes in sorted(grids) for ranks in product(*map(range, sizes)))
-    return list(islice((path for path in expected if path not in here), _MAX_LACKING))
+    grids: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    for path in paths:
+        if "{" not in path and (model_file(path) or optimizer_file(path)):
+            axes = list(_RANK.finditer(path))
+            grid = (_RANK.sub(r"\g<axis>-{}-of-\g<n>", path), tuple(int(found["n"]) for found in axes))
+            grids.setdefault(grid, set()).add(tuple(int(found["rank"]) for found in axes))
+    return [
+        text.format(*ranks)
+        for (text, sizes), present in sorted(grids.items())
+        for ranks in absent_places(present, sizes).first
+    ]
 
 
 def step_folder(source: Source) -> str | None:

@@ -23,9 +23,9 @@ from ckpt_tool.formats._safetensors.stored import (
     read_headers,
     tables,
 )
-from ckpt_tool.formats._split_names import missing_numbers
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, plain_paths
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.sizes import counted
@@ -34,6 +34,7 @@ from ckpt_tool.storage.store import Listing
 __all__ = ["READER", "DcpHfReader"]
 
 _INFO_KEY = "DCP_SHARDING_INFO"
+_MAX_FINDINGS = 100  # of one kind, where numbers of names are absurd
 
 
 class DcpHfReader(ResolvedReader):
@@ -159,7 +160,7 @@ def _global_shapes(
 def _number_findings(paths: Sequence[str]) -> Iterator[Finding]:
     names = [m for m in map(SHARD_FILE.fullmatch, paths) if m]
     shards = {int(m["shard"]) for m in names}
-    for number in missing_numbers(shards, max(shards)):
+    for number in absent_numbers(shards, max(shards), first=1, at_most=_MAX_FINDINGS):
         yield Finding(
             "missing-shard",
             Severity.WARNING,
@@ -168,7 +169,7 @@ def _number_findings(paths: Sequence[str]) -> Iterator[Finding]:
             where=FileRange(f"shard-{number:05d}-model-*.safetensors", 0, 0),
         )
     counts = sorted({int(m["count"]) for m in names})
-    for number in missing_numbers({int(m["number"]) for m in names}, max(counts)):
+    for number in absent_numbers({int(m["number"]) for m in names}, max(counts), first=1, at_most=_MAX_FINDINGS):
         yield Finding(
             "missing-file",
             Severity.ERROR,

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.load import load_pickle
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
@@ -146,7 +147,7 @@ def _path(text: object) -> KeyPath:
 
 def _layouts(name: str, listed: Mapping[Any, Any], world_size: int) -> dict[int, Layout]:
     found = {int(rank): _layout(name, int(rank), fields) for rank, fields in listed.items()}
-    if set(found) != set(range(world_size)):
+    if len(found) != world_size or absent_numbers(found, world_size, at_most=1):
         raise FormatError(
             f"files of {counted(len(found), 'rank')} are recorded for {name!r}, expected all of 0 to "
             f"{world_size - 1:,}",

@@ -22,6 +22,7 @@ from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.torch_checkpointing.files import JSON, RAW, FileSet, StoredFile, find_files, ranks_by_item
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, Saved, is_metadata_head, load_metadata
 from ckpt_tool.formats.torch_checkpointing.parts import open_files, placed_by
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
@@ -163,8 +164,7 @@ def _rank_findings(source: Source, info: Mapping[str, Any]) -> Iterator[Finding]
     """Items that several ranks saved and others did not; files with tensors are known to be missing without this."""
     world_size, told = info.get("world_size") or 0, set(info.get("missing_files", ()))
     for item, ranks in ranks_by_item(source.listing.sizes).items():
-        known = ranks | {rank for rank in range(world_size) if f"{item}_{rank}.pt" in told}
-        lacking = [rank for rank in range(world_size) if rank not in known]
+        lacking = [rank for rank in absent_numbers(ranks, world_size) if f"{item}_{rank}.pt" not in told]
         if len(ranks) > 1 and lacking:
             shown = ", ".join(map(str, lacking[:_SHOWN])) + (" ..." if len(lacking) > _SHOWN else "")
             path = f"{item}_{lacking[0]}.pt"
