@@ -23,9 +23,12 @@ _SHOWN = 3
 
 def missing_file_findings(manifest: Manifest, told: Iterable[Finding]) -> Iterator[Finding]:
     """An error for each file that the reader found to be missing, but for those that ``told`` says already."""
-    said = [finding.message for finding in told if finding.severity is Severity.ERROR]
+    errors = [finding for finding in told if finding.severity is Severity.ERROR]
+    said = " ".join(finding.message for finding in errors)
+    named = {word.strip(",;:.'\"()") for word in said.split()}  # a file in the text takes a search of all of it
+    named |= {finding.where.path for finding in errors if finding.where is not None}
     for path in map(str, manifest.info.get("missing_files") or ()):
-        if not any(path in message for message in said):
+        if path not in named and not (" " in path and path in said):
             message = f"{path} is missing or cannot be read: what it held is not here"
             yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, 0))
 

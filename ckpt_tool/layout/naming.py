@@ -23,6 +23,7 @@ from ckpt_tool.sizes import counted
 __all__ = ["Renaming", "natural", "rename"]
 
 _N_LISTED = 10
+_MAX_STACKED = 1_000_000  # layers times experts of one stacked tensor; a damaged shape says any number
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -127,6 +128,8 @@ class _Applied:
         if len(axes) > len(shape):
             raise LayoutError(f"shape {list(shape)} does not count {' and '.join(axes)}", where=fqn)
         lead, inner = shape[: len(axes)], shape[len(axes) :]
+        if prod(lead) > _MAX_STACKED:
+            raise LayoutError(f"counts {prod(lead):,} {' x '.join(axes)}, more than a model has", where=fqn)
         check_counted(rule.counts, inner, self._facts, fqn)
         pieces = list(self._pieces(matched, inner))
         volume = 0

@@ -155,7 +155,10 @@ class LocalStore:
                 folder = os.path.dirname(full)  # of huggingface_hub's cache, where the links are what has names
             hint = f"if you trust it, open the folder that it points to: {shell_word(folder)}"
             raise FormatError(f"is a link out of the checkpoint's folder, to {real!r}", where=where, hint=hint)
-        mode = os.stat(real).st_mode
+        try:
+            mode = os.stat(real).st_mode
+        except (FileNotFoundError, NotADirectoryError) as error:  # gone since it was listed, or never here
+            raise _failure(error, where) from error
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
             kind = "folder" if stat.S_ISDIR(mode) else "pipe, socket or device"
             raise FormatError(f"expected a file, got a {kind}", where=where)

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.deepspeed.affine import Pair
 from ckpt_tool.formats.deepspeed.sharding import Join, Rules, identity
+from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.records import dataclass, field
 
 __all__ = ["Placement", "Target"]
 
 Shape = tuple[int, ...]
+_MAX_NAMED = 100
 _COMPLETE_BY_ITSELF = frozenset({"affine map", "replicated", "averaged"})
 
 
@@ -64,7 +66,7 @@ class Placement:
         shape = self.shapes[mp][name]
         if name in self.apart:
             return (Target(f"{name}@mp{mp}", shape, identity(shape)),)
-        holders = [rank for rank in range(self.mp_world_size) if name in self.shapes.get(rank, {})]
+        holders = sorted(rank for rank, shapes in self.shapes.items() if name in shapes)
         stage, tp = divmod(mp, self.tp_world_size)
         first_stage = holders[0] // self.tp_world_size
         if stage != first_stage:
@@ -84,7 +86,7 @@ class Placement:
             return (Target(f"{name}@tp{tp}", shape, identity(shape)),)
         join = self.rules.join(self.owners.get(name, name), shards)
         if len(shards) < self.tp_world_size and join.how not in _COMPLETE_BY_ITSELF:
-            missing = sorted(set(range(self.tp_world_size)) - set(shards))
+            missing = absent_numbers(shards, self.tp_world_size, at_most=_MAX_NAMED)
             raise NotFound(
                 f"its shards on tensor-parallel ranks {missing} are missing, so that its shape is not known",
                 where=name,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from ckpt_tool.formats.megatron.config import CONFIG_NAME, sharded_config
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import common_prefix, named
 from ckpt_tool.formats.megatron.location import Location, locate, within
+from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -66,9 +66,9 @@ class _Array:
 
     def lacking(self, offsets: Collection[tuple[int, ...]]) -> list[str]:
         """Names of files of chunks that begin at none of ``offsets``; the first hundred."""
-        grid = (range(-(-size // chunk)) for size, chunk in zip(self.shape, self.chunks, strict=True))
-        absent = (i for i in product(*grid) if tuple(n * c for n, c in zip(i, self.chunks, strict=True)) not in offsets)
-        return [".".join(map(str, index)) or "0" for index in islice(absent, _MAX_NAMED)]
+        grid = [-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+        present = [tuple(o // c for o, c in zip(each, self.chunks, strict=True)) for each in offsets]
+        return [".".join(map(str, i)) or "0" for i in absent_places(present, grid, at_most=_MAX_NAMED).first]
 
 
 class MegatronZarrReader:
@@ -273,17 +273,21 @@ def _chunks(source: Source, paths: Sequence[str], fqn: str, array: _Array) -> It
 
 def _absent_pieces(paths: Iterable[str]) -> Iterator[str]:
     """Files of objects in pieces that are not here, by those of the same object that are, which say how many it has."""
-    found: dict[tuple[str, str], set[str]] = {}
+    found: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")
         match = _OBJECT.fullmatch(name)
         if match is not None:
-            found.setdefault((folder, match[2]), set()).add(match[1])
+            found.setdefault((folder, match[2]), []).append(_numbers(match[1]))
     for (folder, grid), here in found.items():
-        sizes = [int(size) for size in grid.split(".") if size]
-        pieces = (".".join(map(str, index)) for index in product(*map(range, sizes)))
-        for piece in islice((piece for piece in pieces if piece not in here), _MAX_NAMED):
-            yield f"{folder}/shard_{piece}_{grid}.pt"
+        sizes = _numbers(grid)
+        present = [each for each in here if len(each) == len(sizes)]
+        for index in absent_places(present, sizes, at_most=_MAX_NAMED).first:
+            yield f"{folder}/shard_{'.'.join(map(str, index))}_{grid}.pt"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(".") if number)
 
 
 def _objects(source: Source, prefix: str, folder: str) -> Iterator[Blob]:
