@@ -15,22 +15,23 @@ _ARCHIVES = (".tar", ".nemo")
 """Names of files that are looked into."""
 
 
-def open_store(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
+def open_store(url: str | os.PathLike[str], *, remembers_bytes: int = 0) -> tuple[Store, Listing]:
     """The store of ``url`` with its listing.
 
     A folder is listed with all that is below it; for a file the store is that of its folder and the listing has the
     file as ``entry``, with its siblings. A tar archive (``.tar``, ``.nemo``) is a folder of its members. Costs one
-    listing, and for a URL one request more.
+    listing, and for a URL one request more. Of what is far away at least ``remembers_bytes`` are kept in memory once
+    they were read, for who looks at everything more than once.
 
     Raises:
         NotFound: nothing is there; the hint names what is beside it.
         UsageError: a URL whose scheme is unknown or whose client is not installed.
     """
-    store = open_payload(url)
+    store = open_payload(url, remembers_bytes=remembers_bytes)
     return store, store.listing()
 
 
-def open_payload(url: str | os.PathLike[str]) -> Store:
+def open_payload(url: str | os.PathLike[str], *, remembers_bytes: int = 0) -> Store:
     """As `open_store`, for who knows already what lies there: nothing is listed, but for an archive.
 
     Raises:
@@ -43,7 +44,7 @@ def open_payload(url: str | os.PathLike[str]) -> Store:
     if not is_local(text):
         from ckpt_tool.storage.remembering import RememberingStore
 
-        return _looked_into(RememberingStore(_open_remote(text)), text)
+        return _looked_into(RememberingStore(_open_remote(text), max_bytes=remembers_bytes), text)
     path = local_path(text) or "."
     if not os.path.exists(path):
         raise NotFound("no such file or folder", where=text, hint=_hint(path))

@@ -20,7 +20,6 @@ from ckpt_tool.storage.store import Listing, ReadCost, Store
 
 __all__ = ["RememberingStore"]
 
-_MAX_PIECE_BYTES = 16 << 20
 _MAX_BYTES = 32 << 20
 _MAX_PIECES = 4096
 _MAX_GAP_BYTES = 64 << 10
@@ -31,8 +30,10 @@ _MAX_MERGED_BYTES = 1 << 20
 class RememberingStore:
     """``inner``, whose files do not change while it is open. Safe to use from several threads."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Store, *, max_bytes: int = 0) -> None:
+        """At least ``max_bytes`` are kept, of one piece half of what is."""
         self._inner = inner
+        self._max_bytes = max(max_bytes, _MAX_BYTES)
         self._lock = threading.Lock()
         self._pieces: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         """By path and offset, those asked for last at the end."""
@@ -58,26 +59,67 @@ class RememberingStore:
         """``length`` bytes of ``path`` from ``offset``: one request, or none."""
         known = self._known(path, offset, length)
         if known is None:
-            known = self._inner.read(path, offset, length)
-            self._keep(path, offset, known)
+            [known] = self._completed([FileRange(path, offset, length)])
         return known
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``path`` at ``offset``: one request, or none."""
-        known = self._known(path, offset, buffer.nbytes)
-        if known is None:
-            self._inner.read_into(path, offset, buffer)
-        else:
-            buffer.cast("B")[:] = known
+        """Fill ``buffer`` from ``path`` at ``offset``: one request for what is between known pieces, or none."""
+        rest = buffer.cast("B")
+        known = self._known(path, offset, rest.nbytes)
+        for part in [known] if known is not None else self._parts(FileRange(path, offset, rest.nbytes)):
+            if isinstance(part, FileRange):
+                self._inner.read_into(path, part.offset, rest[: part.length])
+                rest = rest[part.length :]
+            else:
+                rest[: len(part)] = part
+                rest = rest[len(part) :]
 
     def fetch(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """The bytes of each range, in order; one request for each that is not known, close neighbours together."""
         found = [self._known(r.path, r.offset, r.length) for r in ranges]
         missing = [row for row, data in enumerate(found) if data is None]
         if missing:
-            for row, data in zip(missing, self._fetched([ranges[row] for row in missing]), strict=True):
+            for row, data in zip(missing, self._completed([ranges[row] for row in missing]), strict=True):
                 found[row] = data
         return [data for data in found if data is not None]
+
+    def _completed(self, ranges: Sequence[FileRange]) -> list[bytes]:
+        """Ranges that no one piece has: of those that are known for the most part what is not known is read."""
+        parts = [self._parts(r) for r in ranges]
+        unknown = [part for own in parts for part in own if isinstance(part, FileRange)]
+        try:
+            read = iter(self._fetched(unknown))
+        except StorageError:
+            if len(unknown) == len(ranges):
+                raise
+            return self._fetched(ranges)  # which says of the whole range what is wrong
+        whole = []
+        for r, own in zip(ranges, parts, strict=True):
+            data = [next(read) if isinstance(part, FileRange) else part for part in own]
+            whole.append(data[0] if len(data) == 1 else b"".join(data))
+            if len(data) > 1:
+                self._keep(r.path, r.offset, whole[-1])
+        return whole
+
+    def _parts(self, wanted: FileRange) -> list[FileRange | bytes]:
+        """A range as what is known of it and what is between; the range itself where that is more than half of it."""
+        parts: list[FileRange | bytes] = []
+        n_known, at = 0, wanted.offset
+        with self._lock:
+            offsets = self._offsets.get(wanted.path, [])
+            while at < wanted.end:
+                behind = bisect_right(offsets, at)
+                start = offsets[behind - 1] if behind else at
+                known = self._pieces[wanted.path, start][at - start : wanted.end - start] if behind else b""
+                if known:
+                    parts.append(known)
+                    n_known += len(known)
+                    at += len(known)
+                else:
+                    stop = min(offsets[behind] if behind < len(offsets) else wanted.end, wanted.end)
+                    parts.append(FileRange(wanted.path, at, stop - at))
+                    at = stop
+        return parts if 2 * n_known >= wanted.length > 0 else [wanted]
 
     def _fetched(self, ranges: Sequence[FileRange]) -> list[bytes]:
         """Ranges that are not known."""
@@ -116,7 +158,7 @@ class RememberingStore:
         return None
 
     def _keep(self, path: str, offset: int, data: bytes) -> None:
-        if not 0 < len(data) <= _MAX_PIECE_BYTES:
+        if not 0 < len(data) <= self._max_bytes // 2:
             return
         with self._lock:
             earlier = self._pieces.get((path, offset), b"")
@@ -126,7 +168,7 @@ class RememberingStore:
                 insort(self._offsets.setdefault(path, []), offset)
             self._pieces[path, offset] = data
             self._nbytes += len(data) - len(earlier)
-            while self._nbytes > _MAX_BYTES or len(self._pieces) > _MAX_PIECES:
+            while self._nbytes > self._max_bytes or len(self._pieces) > _MAX_PIECES:
                 (old_path, old_offset), old = self._pieces.popitem(last=False)
                 self._offsets[old_path].remove(old_offset)
                 self._nbytes -= len(old)

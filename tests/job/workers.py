@@ -295,9 +295,9 @@ def _recorded() -> Any:
     def refuse(url: str | os.PathLike[str]) -> tuple[Store, Listing]:
         raise AssertionError(f"a rank that is not the first opened {os.fspath(url)}")
 
-    load_module.open_payload = recording  # type: ignore[attr-defined]
+    load_module.open_payload = recording  # type: ignore[attr-defined,assignment]
     if dist.get_rank():
-        checkpoint_module.open_store = manifest_module.open_store = refuse  # type: ignore[attr-defined]
+        checkpoint_module.open_store = manifest_module.open_store = refuse  # type: ignore[attr-defined,assignment]
     try:
         yield stores
     finally:
@@ -322,7 +322,7 @@ def slow_storage() -> AbstractContextManager[Any]:
 @contextmanager
 def store_of(kind: type[RecordingStore]) -> Any:
     """Payload is read through a store of this class."""
-    load_module.open_payload = lambda url: kind(open_payload(url))  # type: ignore[attr-defined]
+    load_module.open_payload = lambda url: kind(open_payload(url))  # type: ignore[attr-defined,assignment,misc]
     try:
         yield
     finally:

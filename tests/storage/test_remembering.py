@@ -20,6 +20,11 @@ def recorded() -> tuple[RecordingStore, RememberingStore]:
     return inner, RememberingStore(inner)
 
 
+def places(inner: RecordingStore) -> list[tuple[int, int]]:
+    """Offset and length of what was asked for."""
+    return [(call.offset, call.length) for call in inner.calls]
+
+
 def test_what_was_read_costs_nothing() -> None:
     """A part of what was read, in whatever way it is asked for; what reaches beyond it is asked for."""
     inner, store = recorded()
@@ -32,7 +37,35 @@ def test_what_was_read_costs_nothing() -> None:
     assert store.fetch([FileRange("a", 1490, 10)]) == [DATA[1490:1500]]
     assert inner.calls == ()
     assert store.read("a", 1490, 11) == DATA[1490:1501]
-    assert len(inner.calls) == 1
+    assert places(inner) == [(1500, 1)]
+
+
+def test_what_is_between_known_pieces_is_all_that_is_read() -> None:
+    """Of a range that is known for the most part; one that is not is read as a whole."""
+    inner, store = recorded()
+    store.read("a", 1000, 500)
+    store.read("a", 1510, 490)
+    inner.clear()
+    buffer = bytearray(1200)
+    store.read_into("a", 990, memoryview(buffer))
+    assert bytes(buffer) == DATA[990:2190]
+    assert places(inner) == [(990, 10), (1500, 10), (2000, 190)]
+    inner.clear()
+    assert store.read("a", 1500, 600) == DATA[1500:2100]
+    assert places(inner) == [(1500, 600)]
+    assert store.fetch([FileRange("a", 1100, 1100)]) == [DATA[1100:2200]]
+    assert places(inner)[1:] == [(2100, 100)]
+
+
+def test_more_is_kept_on_request() -> None:
+    """A piece may be half of what is kept, and what was not asked for last goes first."""
+    data = bytes(48 << 20)
+    for max_bytes, n_calls in ((0, 2), (128 << 20, 1)):
+        inner = RecordingStore(MemoryStore({"a": data}))
+        store = RememberingStore(inner, max_bytes=max_bytes)
+        for _ in range(2):
+            assert len(store.read("a", 0, len(data))) == len(data)
+        assert len(inner.calls) == n_calls
 
 
 def test_close_neighbours_are_one_request() -> None:
@@ -41,7 +74,7 @@ def test_close_neighbours_are_one_request() -> None:
     ranges = [FileRange("a", at, 4) for at in (90_000, 10, 300, 200, 600_000)]
     for _ in range(2):
         assert store.fetch(ranges) == [DATA[r.offset : r.end] for r in ranges]
-        assert [(c.offset, c.length) for c in inner.calls] == [(10, 294), (90_000, 4), (600_000, 4)]
+        assert places(inner) == [(10, 294), (90_000, 4), (600_000, 4)]
 
 
 def test_errors_tell_the_range_that_was_asked_for() -> None:
@@ -55,11 +88,10 @@ def test_errors_tell_the_range_that_was_asked_for() -> None:
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not asked for for longest goes first; large pieces and buffers are not kept at all."""
     monkeypatch.setattr(remembering, "_MAX_BYTES", 3000)
-    monkeypatch.setattr(remembering, "_MAX_PIECE_BYTES", 1000)
     inner, store = recorded()
     for at in (0, 10_000, 20_000, 0, 30_000):
         store.read("a", at, 1000)
-    store.read("a", 50_000, 1001)
+    store.read("a", 50_000, 1501)
     store.read_into("a", 60_000, memoryview(bytearray(10)))
     inner.clear()
     for at, n_calls in ((0, 0), (20_000, 0), (30_000, 0), (10_000, 1), (50_000, 2), (60_000, 3)):

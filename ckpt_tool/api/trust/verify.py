@@ -119,7 +119,7 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
 
     if isinstance(checkpoint, Checkpoint):
         return _with_side_files(report_of(checkpoint), checkpoint.source, checkpoint.manifest, memory_budget_bytes)
-    store, listing = open_store(checkpoint)
+    store, listing = open_store(checkpoint, remembers_bytes=memory_budget_bytes // 4 if level == "full" else 0)
     try:
         source = Source(store, listing)
         reader = detect(source)
