@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, FormatError, StorageError
+from ckpt_tool.formats._content import HEAD_NBYTES, is_stand_in, what_is
 from ckpt_tool.formats._hf_index import parse_index
 from ckpt_tool.formats.base import MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
@@ -38,6 +39,8 @@ _READ_FROM_METADATA = frozenset({"accelerate", "bytecheckpoint", "dcp", "megatro
 _PAYLOAD = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|npy)$")
 _UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/)CKPT_UNFINISHED$")
 _TAIL_NBYTES = 64 << 10
+_SINGLE = re.compile(r"(?:[a-z_]*model|consolidated|optimizer|state|checkpoint)\.(?:safetensors|bin|pt|pth|ckpt)")
+_MAX_SINGLE = 4
 
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
 # are there. Layers and experts of DeepSpeed are numbered with gaps.
@@ -102,6 +105,9 @@ def judge(step: StepFiles, store: Store, url: str) -> Judgement:
         parts, is_committed = [("", "orbax")], True
     elif not parts and step.sizes:
         parts = [("", name)] if (name := _format_by_names(step)) is not None else []
+        if not step.is_file:
+            whole = _source(step.sizes, store, step.path, url)
+            problems += [text for path in _single_files(whole.listing) for text in _by_tail(whole, path)]
         if not parts and not problems:
             problems.append("no checkpoint that is known")
     return Judgement(tuple(parts), tuple(dict.fromkeys(problems)), ", ".join(layouts) or None, is_committed)
@@ -198,8 +204,7 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
         errors = [*missing, *(finding for finding in lacking if finding.severity is Severity.ERROR)]
         return _Read(tuple(finding.message for finding in errors), manifest)
     problems = [text for path in listing.paths if _INDEX.fullmatch(path) for text in _by_index(source, path)]
-    if listing.entry is not None:
-        problems += _by_tail(source, listing.entry)
+    problems += [text for path in _single_files(listing) for text in _by_tail(source, path)]
     tracker = next((path for path in TRACKERS if path in listing.sizes), None)
     if tracker is not None:
         tag = tracker_text(source.store, tracker, listing.sizes[tracker])
@@ -228,16 +233,32 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
         yield f"the shards of {path} have {format_bytes(held)} together, expected at least {format_bytes(total)}"
 
 
+def _single_files(listing: Listing) -> tuple[str, ...]:
+    """Files that are whole by themselves: the one that was named, or a few at the top without an index of them."""
+    if listing.entry is not None:
+        return (listing.entry,)
+    top = [path for path in listing.paths if "/" not in path]
+    if any(_INDEX.fullmatch(path) for path in top):
+        return ()
+    found = tuple(path for path in top if _SINGLE.fullmatch(path) and listing.sizes[path])
+    return found if len(found) <= _MAX_SINGLE else ()
+
+
 def _by_tail(source: Source, path: str) -> Iterator[str]:
-    """Whether a single file is cut: a zip ends with its directory, a safetensors file where its header says."""
+    """Whether a single file is another thing, or cut: a zip ends with its directory, safetensors where its header says.
+
+    Two requests.
+    """
     nbytes = source.listing.sizes[path]
-    head = source.head(path, min(nbytes, 8))
-    if head.startswith(b"PK\x03\x04"):
+    head = source.head(path, min(nbytes, HEAD_NBYTES))
+    if is_stand_in(head):
+        yield f"{path} is {what_is(head)}"
+    elif head.startswith(b"PK\x03\x04"):
         start = max(nbytes - _TAIL_NBYTES, 0)
         if b"PK\x05\x06" not in source.store.read(path, start, nbytes - start):
             yield f"{path} is cut: a zip file without its directory"
-    elif path.endswith(".safetensors") and len(head) == 8:
-        length = int.from_bytes(head, "little")
+    elif path.endswith(".safetensors") and len(head) >= 8:
+        length = int.from_bytes(head[:8], "little")
         if length > min(nbytes - 8, _MAX_METADATA_NBYTES):
             yield f"{path} is cut within its header"
             return
