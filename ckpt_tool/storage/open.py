@@ -19,9 +19,9 @@ def open_store(url: str | os.PathLike[str], *, remembers_bytes: int = 0) -> tupl
     """The store of ``url`` with its listing.
 
     A folder is listed with all that is below it; for a file the store is that of its folder and the listing has the
-    file as ``entry``, with its siblings. A tar archive (``.tar``, ``.nemo``) is a folder of its members. Costs one
-    listing, and for a URL one request more. Of what is far away at least ``remembers_bytes`` are kept in memory once
-    they were read, for who looks at everything more than once.
+    file as ``entry``, with its siblings. A tar archive (``.tar``, ``.nemo``) is a folder of its members, and a local
+    path may lead on into it. Costs one listing, and for a URL one request more. Of what is far away at least
+    ``remembers_bytes`` are kept in memory once they were read, for who looks at everything more than once.
 
     Raises:
         NotFound: nothing is there; the hint names what is beside it.
@@ -47,12 +47,34 @@ def open_payload(url: str | os.PathLike[str], *, remembers_bytes: int = 0) -> St
         return _looked_into(RememberingStore(_open_remote(text), max_bytes=remembers_bytes), text)
     path = local_path(text) or "."
     if not os.path.exists(path):
+        inside = _inside_archive(path)
+        if inside is not None:
+            return inside
         raise NotFound("no such file or folder", where=text, hint=_hint(path))
     if os.path.isdir(path):
         root = path.rstrip(os.sep + (os.altsep or "")) or path
         return LocalStore(root)
     folder, name = os.path.split(path)
     return _looked_into(LocalStore(folder or ".", entry=name), name)
+
+
+def _inside_archive(path: str) -> Store | None:
+    """The folder of an archive that a path leads into, ``run.tar/step-1``; None where there is none.
+
+    Raises:
+        FormatError: the archive is damaged.
+    """
+    parts = path.replace(os.sep, "/").rstrip("/").split("/")
+    for n in range(1, len(parts)):
+        archive, folder = "/".join(parts[:n]), "/".join(parts[n:])
+        if parts[n - 1].endswith(_ARCHIVES) and os.path.isfile(archive):
+            from ckpt_tool.storage.subfolder import Subfolder
+
+            store = open_payload(archive)
+            if any(member.startswith(f"{folder}/") for member in store.listing().paths):
+                return Subfolder(store, folder)
+            store.close()
+    return None
 
 
 def _looked_into(store: Store, name: str) -> Store:

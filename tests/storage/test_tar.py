@@ -124,3 +124,18 @@ def test_sizes_beyond_octal() -> None:
     info.size = 9 << 30
     with pytest.raises(FormatError, match="9,663,676,416 bytes"):
         opened(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+
+
+def test_a_path_into_an_archive(tmp_path: Path) -> None:
+    """What a hint says to type is opened: a folder of the archive; what is not in it is not there."""
+    with tarfile.open(tmp_path / "run.tar", "w") as archive:
+        for name in ("step-1/a/w", "step-1/x", "step-10/x"):
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            archive.addfile(member, io.BytesIO(name.encode()))
+    for path in (tmp_path / "run.tar/step-1", f"{tmp_path}/run.tar/step-1/"):
+        store, listing = open_store(path)
+        assert (listing.paths, store.read("a/w", 0, 10)) == (("a/w", "x"), b"step-1/a/w")
+    for path in (tmp_path / "run.tar/step-2", tmp_path / "run.tar/step-1/x", tmp_path / "other.tar/step-1"):
+        with pytest.raises(NotFound, match="no such file or folder"):
+            open_store(path)
