@@ -82,7 +82,7 @@ def test_all_places(name: str, tmp_path: Path) -> None:
 def test_every_format(tmp_path: Path) -> None:
     """Each reader has a checkpoint that is damaged."""
     tried = set()
-    for name in (*FORMATS, *MORE, *MADE):
-        with open_checkpoint(damaged(name, tmp_path)) as checkpoint:
+    for number, name in enumerate((*FORMATS, *MORE, *MADE)):
+        with open_checkpoint(damaged(name, tmp_path / str(number))) as checkpoint:  # some are of the same fixture
             tried.add(checkpoint.manifest.format)
     assert {reader.name for reader in readers()} == tried
