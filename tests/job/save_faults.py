@@ -30,6 +30,7 @@ FORMATS = ("dcp", "safetensors", "bytecheckpoint", "megatron")
 STAGES = ("walk", "stage", "told", "written")
 """When a rank dies: as it looks at its state, as it copies it, once its process is told, with bytes written."""
 _CALLS: dict[str, tuple[Any, str]] = {"walk": (Saver, "_held"), "stage": (Stager, "start")}
+_LONG_S = 20.0
 _LIMITS = {resource.RLIMIT_FSIZE: "disk full", resource.RLIMIT_NOFILE: "storage error"}
 
 
@@ -113,6 +114,7 @@ def _faults(rank: int, name: str, out: str) -> dict[str, Any]:
     found["slow"] = told(lambda: _waited_for_a_while(begin(state_of(name, 3.0), "step-3", timeout_s=1.0), rank))
     works("slow")
     _order(found, lambda value, step, **options: begin(state_of(name, value), step, **options), rank)
+    _wait_for_removal(out, "step-7.*")  # each process gives up in its own time, and one is killed now
     if rank == 2:
         os.kill(writer_pid(), signal.SIGSTOP)
     handle = begin(state_of(name, 3.0), "step-3")
@@ -122,6 +124,14 @@ def _faults(rank: int, name: str, out: str) -> dict[str, Any]:
     works("writer killed")
     found["steps"] = sorted(os.listdir(out))
     return found
+
+
+def _wait_for_removal(out: str, pattern: str) -> None:
+    """Return when nothing of that name is left, or when it should have gone long ago."""
+    end = time.monotonic() + _LONG_S
+    while any(Path(out).glob(pattern)) and time.monotonic() < end:
+        time.sleep(0.01)
+    dist.barrier()
 
 
 def _waited_for_a_while(handle: Any, rank: int) -> None:
