@@ -30,7 +30,6 @@ def placement_of(found: Checkpoint, weights: Weights) -> Placement:
     info = found.universal_info
     return Placement(
         tp_world_size=found.tp_world_size,
-        mp_world_size=found.mp_world_size,
         rules=None if info is None else Rules.parse(info, found.universal_info_in),
         shapes=weights.shapes,
         buffers=frozenset(weights.buffers),

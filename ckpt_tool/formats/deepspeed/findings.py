@@ -60,7 +60,6 @@ def copy_findings(
     """
     placement = Placement(
         tp_world_size=found.tp_world_size,
-        mp_world_size=found.mp_world_size,
         rules=None,
         shapes=weights.shapes,
         buffers=frozenset(),

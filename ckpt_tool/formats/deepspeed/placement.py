@@ -39,7 +39,6 @@ class Placement:
     """
 
     tp_world_size: int
-    mp_world_size: int
     rules: Rules | None
     shapes: Mapping[int, Mapping[str, Shape]]
     """Of the shards, by rank and name."""
