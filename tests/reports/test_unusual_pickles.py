@@ -132,3 +132,15 @@ def test_several_elements_a_byte_and_jagged_tensors(tmp_path: Path) -> None:
     found = as_bytes(tmp_path / "m.pt")
     assert found["q.0"][1] == (8,)
     assert torch.ones(3, 3).numpy().tobytes() in [data for _, _, data in found.values()]
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_whole_modules(ckpt: Ckpt, tmp_path: Path, *, is_zip: bool) -> None:
+    """What ``torch.save(model)`` wrote before 1.6 names each class by a persistent id that holds its source, too."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    saved = {"net": model, "epoch": 3}
+    torch.save(saved, tmp_path / "m.pt", _use_new_zipfile_serialization=is_zip)
+    assert as_bytes(tmp_path / "m.pt") == expected(**{f"net.{fqn}": value for fqn, value in model.state_dict().items()})
+    assert ckpt("verify", tmp_path / "m.pt", "--full").status == 0
+    with open_checkpoint(tmp_path / "m.pt") as checkpoint:
+        assert checkpoint.objects() == {"epoch": 3}

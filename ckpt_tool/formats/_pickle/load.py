@@ -159,6 +159,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any, /) -> Any:
         """What stands for an object outside of the pickle: torch's storages are."""
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Global):
+            return pid[1]  # the class of a module, which the stream before torch 1.6 writes with its file and source
         return storage_from_id(pid)
 
     def asking_offset(self) -> int:
