@@ -49,7 +49,7 @@ def ls(
 ) -> None:
     """List the steps of a run, which are complete, and why not.
 
-    Reads the listing and metadata files; no payload without --verify.
+    Reads the listing, metadata files and the ends of local files; no payload without --verify.
 
     With --json: schema "ckpt-tool/ls/1": url, latest, steps [{path, url, step, complete, why, format, parts, layout,
     nbytes, files, modified, verified}], trackers [{path, names, says}], notes.

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tool.api.runs.ls import ls
 from tests.api.runs import DEEPSPEED, HF, TITAN, copied, titan
 from tests.reports.conftest import Ckpt
-from tests.reports.made import put
+from tests.reports.made import put, safetensors_bytes, saved
 
 
 def test_r68_tracker_behind_an_unfinished_step(tmp_path: Path, ckpt: Ckpt) -> None:
@@ -75,6 +76,31 @@ def test_r101_sizes_are_what_counts(tmp_path: Path, ckpt: Ckpt) -> None:
     titan(tmp_path, "step-1", "step-2")
     path = tmp_path / "step-2/__3_0.distcp"
     path.write_bytes(path.read_bytes()[:-1000])
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/step-1\n"
+
+
+_SHARD = safetensors_bytes({"w": ("F32", [64], bytes(256))})
+_INDEX = b'{"weight_map": {"w": "m-1-of-1.safetensors"}}'
+_RANK_FILE = saved({"w": np.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("files", "cut"),
+    [
+        ({f"model_world_size_2_rank_{rank}.pt": _RANK_FILE for rank in range(2)}, "model_world_size_2_rank_1.pt"),
+        ({"model.pt": _RANK_FILE, "ema_weights.pt": _RANK_FILE}, "ema_weights.pt"),
+        ({"a.safetensors": _SHARD, "b.safetensors": _SHARD}, "b.safetensors"),
+        ({"m-1-of-1.safetensors": _SHARD, "m.safetensors.index.json": _INDEX}, "m-1-of-1.safetensors"),
+        ({"model.safetensors": _SHARD, "optim/state.pt": _RANK_FILE}, "optim/state.pt"),
+    ],
+)
+def test_r100_one_cut_file_of_several(tmp_path: Path, ckpt: Ckpt, files: dict[str, bytes], cut: str) -> None:
+    """R100: whatever they are called, files of a step that do not end as they should are none to train on from."""
+    for n in (1, 2):
+        put(tmp_path / f"step-{n}", files)
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/step-2\n"
+    (tmp_path / "step-2" / cut).write_bytes(files[cut][:-100])
+    assert f"{cut} is cut" in ckpt("ls", tmp_path).text
     assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/step-1\n"
 
 

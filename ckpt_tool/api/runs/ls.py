@@ -124,7 +124,7 @@ def ls(
     """Every step of a run directory or bucket.
 
     Cost: one listing request for each folder, or for each page of an object store; for each step its metadata file, or
-    the end of a single file.
+    the ends of its files.
 
     Args:
         run: a path or a URL.

@@ -6,14 +6,13 @@ What the formats' own metadata says is believed before any rule about names. Pay
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from ckpt_tool.api.runs.endings import PAYLOAD, cut_files
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, FormatError, StorageError
-from ckpt_tool.formats._content import HEAD_NBYTES, is_stand_in, what_is
 from ckpt_tool.formats._hf_index import parse_index
 from ckpt_tool.formats.base import MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
@@ -36,11 +35,7 @@ _MAX_TRACKER_NBYTES = 1024
 _EXAMPLES = 3
 # Readers whose manifest comes from metadata files alone, whatever the number of ranks.
 _READ_FROM_METADATA = frozenset({"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "orbax", "torchsnapshot"})
-_PAYLOAD = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|npy)$")
 _UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/)CKPT_UNFINISHED$")
-_TAIL_NBYTES = 64 << 10
-_SINGLE = re.compile(r"(?:[a-z_]*model|consolidated|optimizer|state|checkpoint)\.(?:safetensors|bin|pt|pth|ckpt)")
-_MAX_SINGLE = 4
 
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
 # are there. Layers and experts of DeepSpeed are numbered with gaps.
@@ -107,7 +102,7 @@ def judge(step: StepFiles, store: Store, url: str) -> Judgement:
         parts = [("", name)] if (name := _format_by_names(step)) is not None else []
         if not step.is_file:
             whole = _source(step.sizes, store, step.path, url)
-            problems += [text for path in _single_files(whole.listing) for text in _by_tail(whole, path)]
+            problems += cut_files(whole)
         if not parts and not problems:
             problems.append("no checkpoint that is known")
     return Judgement(tuple(parts), tuple(dict.fromkeys(problems)), ", ".join(layouts) or None, is_committed)
@@ -202,9 +197,9 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
         missing = extent_findings(manifest, listing, measure(manifest, listing))
         lacking = reader.check_metadata(source, manifest) if isinstance(reader, MetadataChecker) else ()
         errors = [*missing, *(finding for finding in lacking if finding.severity is Severity.ERROR)]
-        return _Read(tuple(finding.message for finding in errors), manifest)
+        return _Read((*(finding.message for finding in errors), *cut_files(source)), manifest)
     problems = [text for path in listing.paths if _INDEX.fullmatch(path) for text in _by_index(source, path)]
-    problems += [text for path in _single_files(listing) for text in _by_tail(source, path)]
+    problems += cut_files(source)
     tracker = next((path for path in TRACKERS if path in listing.sizes), None)
     if tracker is not None:
         tag = tracker_text(source.store, tracker, listing.sizes[tracker])
@@ -233,52 +228,12 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
         yield f"the shards of {path} have {format_bytes(held)} together, expected at least {format_bytes(total)}"
 
 
-def _single_files(listing: Listing) -> tuple[str, ...]:
-    """Files that are whole by themselves: the one that was named, or a few at the top without an index of them."""
-    if listing.entry is not None:
-        return (listing.entry,)
-    top = [path for path in listing.paths if "/" not in path]
-    if any(_INDEX.fullmatch(path) for path in top):
-        return ()
-    found = tuple(path for path in top if _SINGLE.fullmatch(path) and listing.sizes[path])
-    return found if len(found) <= _MAX_SINGLE else ()
-
-
-def _by_tail(source: Source, path: str) -> Iterator[str]:
-    """Whether a single file is another thing, or cut: a zip ends with its directory, safetensors where its header says.
-
-    Two requests.
-    """
-    nbytes = source.listing.sizes[path]
-    head = source.head(path, min(nbytes, HEAD_NBYTES))
-    if is_stand_in(head):
-        yield f"{path} is {what_is(head)}"
-    elif head.startswith(b"PK\x03\x04"):
-        start = max(nbytes - _TAIL_NBYTES, 0)
-        if b"PK\x05\x06" not in source.store.read(path, start, nbytes - start):
-            yield f"{path} is cut: a zip file without its directory"
-    elif path.endswith(".safetensors") and len(head) >= 8:
-        length = int.from_bytes(head[:8], "little")
-        if length > min(nbytes - 8, _MAX_METADATA_NBYTES):
-            yield f"{path} is cut within its header"
-            return
-        try:
-            header = json.loads(source.store.read(path, 8, length))
-            ends = [int(each["data_offsets"][1]) for name, each in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
-            yield f"{path} has no header of a safetensors file"
-            return
-        end = max(ends, default=0)
-        if nbytes < 8 + length + end:
-            yield f"{path} is cut: {counted(nbytes, 'byte')}, expected {8 + length + end:,}"
-
-
 def _by_names(step: StepFiles) -> Iterator[str]:
     """What names and sizes alone say."""
     unfinished = [path for path in step.sizes if _UNFINISHED.search(path)]
     if unfinished:
         yield f"{counted(len(unfinished), 'unfinished file')}: {_some(unfinished)}"
-    empty = [path for path, nbytes in step.sizes.items() if nbytes == 0 and _PAYLOAD.search(path)]
+    empty = [path for path, nbytes in step.sizes.items() if nbytes == 0 and PAYLOAD.search(path)]
     if empty:
         yield f"{counted(len(empty), 'empty file')}: {_some(empty)}"
     yield from _without_metadata(step)
