@@ -17,7 +17,7 @@ ROOT = "ckpt_tool"
 # From the bottom up. A part imports parts of lower rows only, never one of its own row.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "records"),
-    ("dtypes", "sizes", "checksum"),
+    ("dtypes", "numerals", "sizes", "checksum"),
     ("geometry",),
     ("manifest",),
     ("layout", "storage"),

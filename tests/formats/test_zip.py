@@ -277,7 +277,7 @@ def test_local_headers_that_lie_are_refused() -> None:
     data = _plain_zip()
     second = data.index(b"PK\x03\x04", 4)
     _refused(_patched(data, second + 30, b"b"), FormatError, "the local header is that of 'b/data/0'")
-    _refused(_patched(data, second + 8, b"\x08"), FormatError, "the local header is that of")
+    _refused(_patched(data, second + 8, b"\x08"), FormatError, "packed by method 8 by its local header, .* method 0 by")
     _refused(_patched(data, second, b"XX"), FormatError, "no local header of 'a/data/0' here")
     _refused(_patched(data, second + 28, b"\xff\xff"), FormatError, "ends at byte")
     _refused(_patched(data, second + 22, b"\x3f"), FormatError, "local header and directory differ")
@@ -298,8 +298,10 @@ def test_directories_that_lie_are_refused() -> None:
     _refused(_patched(data, second + 42, b"\0\0\0\0"), FormatError, "ends at byte")
     _refused(_patched(data, second + 20, b"\xff\xff\0\0\xff\xff\0\0"), FormatError, "ends at byte")
     _refused(_patched(data, second + 20, b"\x01\0\0\0"), FormatError, "is stored, but")
-    _refused(_patched(data, second + 8, b"\x01"), Unsupported, "encrypted")
-    _refused(_patched(data, second + 10, b"\x0e"), Unsupported, "packed by method 14")
+    _refused(
+        _patched(data, second + 8, b"\x01"), FormatError, "method 0 by its local header, encrypted by the directory"
+    )
+    _refused(_patched(data, second + 10, b"\x0e"), FormatError, "method 0 by its local header, packed by method 14 by")
     _refused(data[:-1], FormatError, "no zip directory")
     _refused(data[:end], FormatError, "no zip directory")
     _refused(b"", FormatError, "no zip directory")
@@ -308,6 +310,20 @@ def test_directories_that_lie_are_refused() -> None:
     for offset, part in names.heads + names.tail([]):
         out[offset : offset + len(part)] = part
     _refused(bytes(out), FormatError, "has the name of another")
+
+
+def test_members_that_cannot_be_unpacked_are_refused_where_they_are_wanted() -> None:
+    """A program's zip with one encrypted or oddly packed member still says what is in the others."""
+    data = _plain_zip()
+    local, entry = data.index(b"PK\x03\x04", 4), data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 4)
+    for at, raw, match in ((6, b"\x01", "is encrypted"), (8, b"\x0e", "is packed by method 14")):
+        odd = _patched(_patched(data, local + at, raw), entry + at + 2, raw)
+        read = reader(odd)
+        first, second = read_directory(read, len(odd), where="x").members.values()
+        assert read_member(read, first, where="x") == b"\x80\x02N."
+        assert not second.is_stored
+        with pytest.raises(Unsupported, match=match):
+            read_member(read, second, where="x")
 
 
 def test_wrong_payloads_are_noticed() -> None:

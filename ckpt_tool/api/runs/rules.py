@@ -19,6 +19,7 @@ from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.store import Listing, Store
@@ -39,15 +40,16 @@ _UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/
 
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
 # are there. Layers and experts of DeepSpeed are numbered with gaps.
+_N, _N2, _N3 = (f"({numeral(width, most=12)})" for width in (1, 2, 3))
 _GRIDS = (
-    re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt"),
-    re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt"),
-    re.compile(r"mp_rank_(\d+)_model_states\.pt"),
-    re.compile(r"(?:.*/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt"),
-    re.compile(r"(?:.*/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/distrib_optim\.pt"),
-    re.compile(r"(?:.*/)?__(\d+)\.metadata"),
+    re.compile(rf"(?:bf16_|fp16_)?zero_pp_rank_{_N}_mp_rank_{_N2}_?optim_states\.pt"),
+    re.compile(rf"zero_pp_rank_{_N}_mp_rank_{_N2}_model_states\.pt"),
+    re.compile(rf"mp_rank_{_N2}_model_states\.pt"),
+    re.compile(rf"(?:.*/)?mp_rank_{_N2}(?:_{_N3})?(?:_{_N3})?/model_optim_rng\.pt"),
+    re.compile(rf"(?:.*/)?mp_rank_{_N2}(?:_{_N3})?(?:_{_N3})?/distrib_optim\.pt"),
+    re.compile(rf"(?:.*/)?__{_N}\.metadata"),
 )
-_OF_WORLD = re.compile(r"(.*?)_world_size_(\d+)_rank_(\d+)\.pt")
+_OF_WORLD = re.compile(rf"(.*?)_world_size_{_N}_rank_{_N}\.pt")
 _OF_SHARDS = re.compile(r"(.*?)-(\d+)-of-(\d+)(?:\.\w+)?\.(safetensors|bin)")
 _INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
 _RANKS = re.compile(r"(?:.*[/_])?(?:rank)?_(\d+)(?:_\d+)?\.(?:distcp|safetensors)")

@@ -52,14 +52,13 @@ def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding
     for where, head, tail in _edges(source, places):
         if is_zip(head):
             fqn = tensors.get(where)
-            sums: Iterable[MemberSum | Fault] = _item_sums(source, where, head, tail, kinds)
-            if where in objects:
-                try:
-                    sums = list(sums)
-                except FormatError as error:  # one object hides no other
-                    yield Finding("damaged-object", Severity.ERROR, str(error), objects[where], where)
-                    continue
-            yield from _told(sums, where.path, where.offset, fqn, objects.get(where))
+            try:
+                sums = list(_item_sums(source, where, head, tail, kinds))
+            except FormatError as error:  # one item hides no other
+                kind = "damaged-object" if where in objects else "checksum-unreadable"
+                yield Finding(kind, Severity.ERROR, str(error), objects.get(where, fqn), where)
+            else:
+                yield from _told(sums, where.path, where.offset, fqn, objects.get(where))
         elif head.startswith(_ZSTD) and where not in tensors:
             yield from _in_frame(source, where, objects.get(where), kinds)
         elif where in saved:
@@ -71,10 +70,9 @@ def checksums(source: Source, manifest: Manifest) -> Iterator[Checksum | Finding
         content = b"".join(decoded_blocks(source.store, entry.part, entry.codec or ""))
         if content[:2] == b"PK":
             place = f"{entry.part.path}:{entry.part.offset}"
-            sums = kinds.sums(
-                partial(_cut, content), len(content), content[:_EDGE_NBYTES], content[-_EDGE_NBYTES:], where=place
-            )
-            yield from _told(sums, entry.path, 0, fqn, None)
+            edges = content[:_EDGE_NBYTES], content[-_EDGE_NBYTES:]
+            found = kinds.sums(partial(_cut, content), len(content), *edges, where=place)
+            yield from _told(found, entry.path, 0, fqn, None)
 
 
 def _told(

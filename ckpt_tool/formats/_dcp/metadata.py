@@ -22,6 +22,7 @@ from ckpt_tool.formats._collector import collector_paused
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._pickle.nodes import Fields, Global, Stub
 from ckpt_tool.manifest.model import KeyPath
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 METADATA_NAME = ".metadata"
-_RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
+_RANK_METADATA = re.compile(rf"__({numeral()})\.metadata")
 _MODULE = "torch.distributed.checkpoint.metadata"
 _OLD_MODULE = "torch.distributed._shard.checkpoint.metadata"
 """Of torch 1.13."""

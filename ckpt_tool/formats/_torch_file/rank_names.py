@@ -7,7 +7,8 @@ Only names are looked at: ``model_world_size_4_rank_0.pt``, ``optim_world_size_4
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.records import dataclass
@@ -42,6 +43,8 @@ class RankFile:
     rank: int
     world_size: int | None
     """As the name says it, None where it does not."""
+    digits: str
+    """The rank as the name spells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class RankFileSet:
     """From the names; where these do not tell, one more than the highest rank."""
     is_stated: bool
     """Whether the names tell the world size."""
+    strays: tuple[str, ...] = ()
+    """Files that spell the rank of another file of their family in an unusual way: ``rank_01`` beside ``rank_1``."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -84,7 +89,8 @@ def rank_file(path: str) -> RankFile | None:
     kind = next((kind for kind, pattern in _KINDS if pattern.search(label)), "model")
     start = len(path) - len(match.string) + match.start("rank")
     family = f"{path[:start]}*{path[start + len(match['rank']) :]}"
-    return RankFile(path, kind, family, int(match["rank"]), None if match["world"] is None else int(match["world"]))
+    world_size = None if match["world"] is None else int(match["world"])
+    return RankFile(path, kind, family, int(match["rank"]), world_size, match["rank"])
 
 
 def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
@@ -98,22 +104,30 @@ def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
         if found is not None:
             by_world.setdefault(found.world_size, []).append(found)
     order = {"model": 0, "optim": 1, "extra_state": 2}
-    sets = [
-        RankFileSet(
+    sets = []
+    for stated, named in by_world.items():
+        files = _one_each(named)
+        one_set = RankFileSet(
             files=tuple(sorted(files, key=lambda file: (order[file.kind], file.family, file.rank))),
             world_size=max(1 + max(file.rank for file in files), stated or 0),
             is_stated=stated is not None,
+            strays=tuple(sorted({file.path for file in named} - {file.path for file in files})),
         )
-        for stated, files in by_world.items()
-    ]
+        sets.append(one_set)
     return sorted(sets, key=lambda found: -len(found.files))
+
+
+def _one_each(files: Sequence[RankFile]) -> list[RankFile]:
+    """One file for each rank of a family: of several the one that spells it with as many digits as most do."""
+    widths = Counter((file.family, len(file.digits)) for file in files)
+    usual = sorted(files, key=lambda file: (-widths[file.family, len(file.digits)], len(file.digits)))
+    chosen: dict[tuple[str, int], RankFile] = {}
+    for file in usual:
+        chosen.setdefault((file.family, file.rank), file)
+    return list(chosen.values())
 
 
 def _with_rank(sample: RankFile, rank: int) -> str:
     """The path that another rank's file of the same family has, with as many digits."""
-    head, _, tail = sample.family.partition("*")
-    width = len(sample.path) - len(head) - len(tail)
-    digits = (
-        str(rank).zfill(width) if sample.path[len(head) : len(sample.path) - len(tail)].startswith("0") else str(rank)
-    )
-    return f"{head}{digits}{tail}"
+    digits = str(rank).zfill(len(sample.digits) if sample.digits.startswith("0") else 1)
+    return sample.family.replace("*", digits, 1)

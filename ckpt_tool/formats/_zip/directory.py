@@ -37,6 +37,8 @@ _Row = tuple[str, int, int, int, int, int]
 LOCAL_HEADER_NBYTES = 30
 STORED = 0
 DEFLATED = 8
+_ENCRYPTED_METHOD = -1
+"""In place of the method of a member whose bytes are encrypted, however they are packed."""
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -58,7 +60,7 @@ class ZipMember:
     header_offset: int
     """Of its local header, from the zip's first byte."""
     method: int
-    """0 stored, 8 deflated."""
+    """0 stored, 8 deflated; others, and -1 for an encrypted member, are refused where the payload is wanted."""
     crc32: int
     """Of the unpacked payload; torch leaves 0 when told not to compute it."""
     compressed_nbytes: int
@@ -107,7 +109,6 @@ def read_directory(read: Read, nbytes: int, *, where: str, tail_nbytes: int = 1 
     Raises:
         FormatError: not a whole zip, or one that contradicts itself: wrong counts, members beyond the end, overlapping
             or twice the same name, several volumes.
-        Unsupported: encrypted, or packed by another method than deflate.
     """
     tail_start = max(nbytes - max(tail_nbytes, _END.size), 0)
     tail = read(tail_start, nbytes - tail_start)
@@ -149,12 +150,15 @@ def local_payload_offset(header: bytes, member: ZipMember, *, where: str) -> int
     place = f"{where}:{member.header_offset}"
     if len(header) < LOCAL_HEADER_NBYTES:
         raise FormatError(f"the local header of {member.name!r} is cut", where=place)
-    signature, _, flags, method, _, _, crc, packed, unpacked, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
+    signature, _, flags, packing, _, _, crc, packed, unpacked, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
     if signature != b"PK\x03\x04":
         raise FormatError(f"no local header of {member.name!r} here", where=place)
     name = _name(header[LOCAL_HEADER_NBYTES : LOCAL_HEADER_NBYTES + name_nbytes], flags, place)
-    if name != member.name or method != member.method:
+    if name != member.name:
         raise FormatError(f"the local header is that of {name!r}, expected {member.name!r}", where=place)
+    if (method := _method(flags, packing)) != member.method:
+        said = f"{name!r} is {_packed_by(method)} by its local header, {_packed_by(member.method)} by the directory"
+        raise FormatError(said, where=place, hint="the file is damaged: fetch it again")
     if not flags & _HAS_DESCRIPTOR and unpacked not in (0, _MAX32):
         stated = (crc, packed, unpacked)
         if stated != (member.crc32, member.compressed_nbytes, member.nbytes):
@@ -174,8 +178,12 @@ def read_member(read: Read, member: ZipMember, *, where: str) -> bytes:
     Raises:
         IntegrityError: the CRC differs.
         FormatError: it does not unpack to the stated length.
+        Unsupported: encrypted, or packed by another method than deflate.
     """
     start = payload_offset(read, member, where=where)
+    if member.method not in (STORED, DEFLATED):
+        said = f"{member.name!r} is {_packed_by(member.method)}, expected method 0 (stored) or 8 (deflate)"
+        raise Unsupported(said, where=f"{where}:{member.header_offset}")
     raw = read(start, member.compressed_nbytes)
     if len(raw) != member.compressed_nbytes:
         raise FormatError(
@@ -273,15 +281,11 @@ def _row(directory: bytes, position: int, rows: list[_Row], place: str) -> int:
     if signature != b"PK\x01\x02" or extra_end + note_nbytes > len(directory):
         raise FormatError("no entry of a zip directory here", where=place)
     name = _name(directory[position + _ENTRY.size : name_end], flags, place)
-    if flags & _ENCRYPTED:
-        raise Unsupported(f"{name!r} is encrypted", where=place)
-    if method not in (STORED, DEFLATED):
-        raise Unsupported(f"{name!r} is packed by method {method}, expected 0 (stored) or 8 (deflate)", where=place)
     if _MAX32 in (unpacked, packed, header_offset):
         unpacked, packed, header_offset = _wide(
             directory[name_end:extra_end], unpacked, packed, header_offset, f"{place}: {name!r}"
         )
-    rows.append((name, header_offset, method, crc, packed, unpacked))
+    rows.append((name, header_offset, _method(flags, method), crc, packed, unpacked))
     return extra_end + int(note_nbytes)
 
 
@@ -319,6 +323,14 @@ def _wide(extra: bytes, unpacked: int, packed: int, header_offset: int, place: s
             return wide[0], wide[1], wide[2]
         position += 4 + int(length)
     raise FormatError("sizes beyond 4 GiB without a ZIP64 field", where=place)
+
+
+def _method(flags: int, packing: int) -> int:
+    return _ENCRYPTED_METHOD if flags & _ENCRYPTED else packing
+
+
+def _packed_by(method: int) -> str:
+    return "encrypted" if method == _ENCRYPTED_METHOD else f"packed by method {method}"
 
 
 def _name(raw: bytes, flags: int, place: str) -> str:

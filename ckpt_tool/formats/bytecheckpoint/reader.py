@@ -29,13 +29,14 @@ from ckpt_tool.manifest.merge import merge_manifests
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.subset import only_files
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
+from ckpt_tool.numerals import numeral
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.subfolder import places_below
 
 __all__ = ["READER", "ByteCheckpointReader"]
 
 EXTRA_STATE = "extra_state"
-_EXTRA_FILE = re.compile(r"extra_state_rank_(\d{1,9})\.pt")
+_EXTRA_FILE = re.compile(rf"extra_state_rank_({numeral()})\.pt")
 _SHOWN = 8
 
 

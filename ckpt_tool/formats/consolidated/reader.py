@@ -29,12 +29,13 @@ from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import KeyPath, Manifest, MeshInfo
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
 __all__ = ["READER", "ConsolidatedReader"]
 
-_FILE = re.compile(r"consolidated\.([0-9]{2,5})\.pth")
+_FILE = re.compile(rf"consolidated\.({numeral(2, most=5)})\.pth")
 _PARAMS = "params.json"
 _NORM = re.compile(r"(?:.*\.)?norm\.weight")
 _MAX_PARAMS_NBYTES = 1 << 20

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 
 from ckpt_tool.geometry.absent import absent_places
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing
 
@@ -31,15 +32,14 @@ __all__ = [
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt")
+_N, _N2 = numeral(most=7), numeral(2, most=7)
+_MODEL = re.compile(rf"(?:zero_pp_rank_(?P<dp>{_N})_)?mp_rank_(?P<mp>{_N2})_model_states\.pt")
 _OPTIM = re.compile(
-    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})(?P<tail>_?optim_states\.pt)"
+    rf"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_N2})(?P<tail>_?optim_states\.pt)"
 )
-_LAYER = re.compile(r"layer_(?P<layer>[0-9]{1,7})-(?:model_(?P<tp>[0-9]{1,7})-)?model_states\.pt")
-_EXPERT = re.compile(
-    r"(?:layer_(?P<layer>[0-9]{1,7})_)?expert_(?P<expert>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt"
-)
-_EXPERT_OPTIM = re.compile(r"expp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt")
+_LAYER = re.compile(rf"layer_(?P<layer>{_N2})-(?:model_(?P<tp>{_N2})-)?model_states\.pt")
+_EXPERT = re.compile(rf"(?:layer_(?P<layer>{_N})_)?expert_(?P<expert>{_N})_mp_rank_(?P<mp>{_N2})_model_states\.pt")
+_EXPERT_OPTIM = re.compile(rf"expp_rank_{_N}_mp_rank_{_N2}_optim_states\.pt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from math import gcd, lcm
 from ckpt_tool.errors import FormatError, LayoutError, NotFound, Unsupported
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.geometry.absent import MAX_LISTED
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted_of
 
@@ -41,10 +42,10 @@ __all__ = [
 MODEL_FILE = "model_optim_rng.pt"
 NEMO_FILE = "model_weights.ckpt"
 OPTIMIZER_FILE = "distrib_optim.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
+_FOLDER = re.compile(rf"mp_rank_({numeral(2)})(?:_({numeral(3)}))?(?:_({numeral(3)}))?")
 _FIRST_MODULES = ("embedding.word_embeddings.",)
 _LAST_MODULES = ("decoder.final_",)  # final_layernorm, or final_norm of hybrid models
-_NEMO_FOLDER = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
+_NEMO_FOLDER = re.compile(rf"mp_rank_({numeral(2)})|tp_rank_({numeral(2)})_pp_rank_({numeral(3)})")
 
 
 @dataclass(frozen=True, slots=True)

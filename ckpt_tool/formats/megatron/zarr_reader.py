@@ -31,6 +31,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 from ckpt_tool.storage.subfolder import places_below
@@ -38,9 +39,10 @@ from ckpt_tool.storage.subfolder import places_below
 __all__ = ["READER", "MegatronZarrReader"]
 
 _ARRAY = "/.zarray"
-_OBJECT = re.compile(r"shard_([\d.]+)_([\d.]+)\.pt")
+_NUMBERS = rf"{numeral()}(?:\.{numeral()})*"
+_OBJECT = re.compile(rf"shard_({_NUMBERS})_({_NUMBERS})\.pt")
 _MAX_NAMED = 100
-_CHUNK = re.compile(r"\d+(?:\.\d+)*")
+_CHUNK = re.compile(_NUMBERS)
 _MAX_ARRAY_NBYTES = 64 << 10
 _DTYPES = {
     "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|i1": "int8", "|u1": "uint8",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ckpt_tool.formats.base import Source
 from ckpt_tool.geometry.absent import absent_places
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 
 __all__ = [
@@ -25,9 +26,9 @@ ONE_RANK = "_pp-rank-0-of-1_tp-rank-0-of-1"
 """In the name of a file with all of a parameter that tensor-parallel ranks cut."""
 _TRACKER = "latest.txt"
 _MAX_TRACKER_NBYTES = 64
-_N = r"\d{1,9}"
+_N = numeral()
 _RANKS = rf"_pp-rank-(?P<pp>{_N})-of-{_N}_tp-rank-(?P<tp>{_N})-of-{_N}(?:_exp-rank-(?P<exp>{_N})-of-{_N})?"
-_MODEL = re.compile(rf"model/(?P<module>.+)/model_(?P<leaf>[^/]+?)(?:{_RANKS})?\.safetensors")
+_MODEL = re.compile(rf"model/(?P<module>.+)/model_(?P<leaf>(?:(?!_pp-rank-)[^/])+)(?:{_RANKS})?\.safetensors")
 _OPTIMIZER = re.compile(
     rf"optimizer/optimizer_pp-(?P<pp>{_N})-of-(?P<n_pp>{_N})(?:_dp-(?P<dp>{_N})-of-(?P<n_dp>{_N}))?"
     rf"_tp-(?P<tp>{_N})-of-(?P<n_tp>{_N})(?:_exp-(?P<exp>{_N})-of-{_N})?\.pt"

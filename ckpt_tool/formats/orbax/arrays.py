@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_tool.dtypes import DTYPES, DType, opaque
 from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats.orbax.coding import CRC_NBYTES, chain_of, steps_of_version2
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 
 __all__ = ["DESCRIPTIONS", "Array", "parse_array", "zarr2_name"]
@@ -92,7 +93,7 @@ class Array:
         elif not self.shape:
             return () if key == "0" else None
         parts = key.split(self.separator) if self.shape else []
-        if len(parts) != len(self.shape) or not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
+        if len(parts) != len(self.shape) or not all(re.fullmatch(numeral(most=12), part) for part in parts):
             return None
         index = tuple(map(int, parts))
         return index if all(i < n for i, n in zip(index, self.grid, strict=True)) else None

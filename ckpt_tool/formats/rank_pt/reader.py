@@ -99,6 +99,9 @@ class RankFilesReader(TorchFilesReader):
             yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
         for fqn in manifest.info.get("flat_parameters", ()):
             yield Finding("flat-parameter", Severity.WARNING, f"{fqn!r}: {_CANNOT_UNFLATTEN}", fqn=fqn)
+        for path in manifest.info.get("stray_files", ()):
+            said = f"{path} names a rank that another file has: left out, and left there by hand?"
+            yield Finding("unknown-file", Severity.WARNING, said)
         apart = names_of_ranks(manifest.tensors.fqns) if manifest.info.get("kept_apart") else {}
         for fqn in manifest.info.get("kept_apart", ()):
             meta = manifest.tensor(next(iter(apart[fqn].values())))
@@ -172,6 +175,9 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
         )
     if found.flat:
         found.notes.append(f"{counted(len(found.flat), 'flat parameter')} of FSDP1: {_CANNOT_UNFLATTEN}")
+    if chosen.strays:
+        listed = ", ".join(chosen.strays[:_SHOWN]) + (" ..." if len(chosen.strays) > _SHOWN else "")
+        found.notes.append(f"left out, another file has their rank: {listed}")
     for other in others:
         found.notes.append(
             f"left out: {counted(len(other.files), 'file')} of {counted(other.world_size, 'rank')} "
@@ -183,6 +189,7 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
 def _info(chosen: RankFileSet, found: Assembly) -> dict[str, Any]:
     lists = {
         "missing_files": list(chosen.missing),
+        "stray_files": list(chosen.strays),
         "replicated_by_assumption": found.replicated,
         "kept_apart": found.kept_apart,
         "flat_parameters": found.flat,

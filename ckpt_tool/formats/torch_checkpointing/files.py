@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, SERIALIZATIONS, Saved
+from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
@@ -19,8 +20,10 @@ __all__ = ["VALUES", "FileSet", "StoredFile", "find_files", "ranks_by_item"]
 VALUES = "_values"
 """Added to the name of an item that has tensors to reshard, for what cannot be: an item's files are placed as one."""
 TORCH, SAFETENSORS, JSON, RAW = SERIALIZATIONS
-_DEFAULT = re.compile(r"([A-Za-z0-9_-]+)_(\d{1,7})\.pt")
-_RANKED = re.compile(r"(.+)_(\d{1,7})")
+_RANK = numeral(most=7)
+_DEFAULT = re.compile(rf"([A-Za-z0-9_-]+)_({_RANK})\.pt")
+_RANKED = re.compile(rf"(.+)_({_RANK})")
+_MISSPELT = re.compile(r"(.+)_0[0-9]{1,6}")
 _BY_SUFFIX = {"pt": TORCH, "safetensors": SAFETENSORS, "json": JSON}
 _MAX_RAW_NBYTES = 64 << 20
 
@@ -47,7 +50,7 @@ class FileSet:
     missing: list[str] = field(default_factory=list)
     """Recorded files that are not there, although tensors lie in them."""
     strays: list[str] = field(default_factory=list)
-    """Files of ranks beyond the world size, as a dead attempt leaves them."""
+    """Files of ranks beyond the world size, as a dead attempt leaves them, or that spell a rank as no writer does."""
     left_out: list[str] = field(default_factory=list)
     """Raw files too large to be an object."""
 
@@ -81,6 +84,7 @@ def find_files(listing: Listing, saved: Saved | None) -> FileSet:
             elif rank in holders:
                 found.missing.append(layout.path)
     others: list[StoredFile] = []
+    stems = {path.rpartition("/")[2].rpartition(".")[0] for path in listing.sizes}
     for path in sorted(listing.sizes):
         if path in taken or any(part.startswith(".") for part in path.split("/")):
             continue
@@ -88,7 +92,9 @@ def find_files(listing: Listing, saved: Saved | None) -> FileSet:
         serialization = _BY_SUFFIX.get(suffix, RAW)
         match = _RANKED.fullmatch(stem)
         named_rank = int(match[2]) if match else None
-        if saved is not None and named_rank is not None and named_rank >= saved.world_size:
+        misspelt = _MISSPELT.fullmatch(stem)
+        is_beyond = saved is not None and named_rank is not None and named_rank >= saved.world_size
+        if is_beyond or (misspelt is not None and f"{misspelt[1]}_0" in stems):
             found.strays.append(path)
         elif serialization == RAW and listing.nbytes(path) > _MAX_RAW_NBYTES:
             found.left_out.append(path)

@@ -125,7 +125,7 @@ class TorchCheckpointingReader:
             message = f"{fqn!r} is in {METADATA_NAME}, but no file holds it"
             yield Finding("missing-tensor", Severity.ERROR, message, fqn=fqn)
         for path in manifest.info.get("stray_files", ()):
-            message = f"{path} is of a rank beyond the world size: left by an earlier attempt of the same name"
+            message = f"{path} is of no rank of this save: left by an earlier attempt, or copied under another name"
             yield Finding("unknown-file", Severity.WARNING, message)
         for row, blob in enumerate(manifest.blobs):
             if blob.where is not None and blob.kind == "json":
@@ -190,7 +190,7 @@ def _notes(
         yield f"no {METADATA_NAME}: placements are those that the files' own DTensors record"
     for noun, what, paths in (
         ("recorded file", "missing", found.missing),
-        ("file of ranks beyond the world size", "left out", found.strays),
+        ("file of no rank of this save", "left out", found.strays),
         ("raw file", "too large for an object and left out", found.left_out),
         ("tensor", f"in {METADATA_NAME}, but in no file", absent),
     ):

@@ -125,7 +125,7 @@ def test_an_attempt_that_was_not_committed() -> None:
     manifest = READER.read(source)
     assert [note.partition(":")[0] for note in manifest.notes] == [
         "the folder's name begins with 'tmp_'",
-        "1 file of ranks beyond the world size is left out",
+        "1 file of no rank of this save is left out",
     ]
     (finding,) = READER.check(source, manifest)
     assert (finding.kind, finding.severity) == ("unknown-file", Severity.WARNING)
