@@ -30,8 +30,9 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
     Where the user named a single file, only that one is looked at.
     """
     used, kinds = _used(manifest)
+    known = used | _variants(manifest)
     for path in listing.paths:
-        if path in used:
+        if path in known:
             continue
         nbytes = listing.sizes[path]
         place = FileRange(path, 0, nbytes)
@@ -60,11 +61,18 @@ def other_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
     used, kinds = _used(manifest)
     used.update(side_files(manifest, listing))
     known = (*_UNFINISHED_SUFFIXES, *_COMPANION_SUFFIXES)
+    others = _variants(manifest)
     return tuple(
         path
         for path in listing.paths
-        if path not in used and (_folder(path), _suffix(path)) not in kinds and not path.endswith(known)
+        if path in others
+        or (path not in used and (_folder(path), _suffix(path)) not in kinds and not path.endswith(known))
     )
+
+
+def _variants(manifest: Manifest) -> set[str]:
+    """Files that the reader left out as variants of the ones that it read."""
+    return set(map(str, manifest.info.get("variants") or ()))
 
 
 def _used(manifest: Manifest) -> tuple[set[str], set[tuple[str, str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError
@@ -18,7 +18,16 @@ from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["Held", "Index", "contradictions", "homes_of", "parse_index", "remembered_index", "write_index"]
+__all__ = [
+    "Held",
+    "Index",
+    "contradictions",
+    "homes_of",
+    "parse_index",
+    "remembered_index",
+    "variant_notes",
+    "write_index",
+]
 
 Held = Mapping[str, Mapping[str, int]]
 """By file: bytes of each tensor in it."""
@@ -155,6 +164,13 @@ def contradictions(index: Index, held: Held, sizes: Mapping[str, int], strays: C
                 where=FileRange(path, 0, sizes[path]),
             )
     yield from _total_size(index, held, sizes)
+
+
+def variant_notes(paths: Sequence[str]) -> Iterator[str]:
+    """What to say of files that were left out as variants of those that were read."""
+    if paths:
+        were = "is another variant of the same tensors and was" if len(paths) == 1 else "are other variants and were"
+        yield f"{', '.join(paths[:3])}{' ...' if len(paths) > 3 else ''} {were} left out; name a file, or its index"
 
 
 def _some(names: list[str]) -> str:

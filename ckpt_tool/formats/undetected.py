@@ -119,6 +119,14 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         fix = None if content.fix is None else content.fix.replace("FOLDER", url)
         return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
     top = [path for path in source.listing.sizes if "/" not in path]
+    single = _single_files(source, [path for path in telling if path in top])
+    if single:
+        listed = ", ".join(f"{path} ({name})" for path, name in single)
+        return NotFound(
+            f"no checkpoint itself among {kinds_of_files(source.listing.sizes)}, but files that are one each: {listed}",
+            where=url,
+            hint=f'give one of them, such as "{url}/{single[0][0]}"',
+        )
     named = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, top))})(?![\w])") if top else None
     likely = [each for each in probes if each[0].confidence > 0 or (named and named.search(each[0].why))]
     likely = likely or probes[-1:]
@@ -178,6 +186,17 @@ def _checkpoints_below(source: Source) -> list[tuple[str, str]]:
         best, reader = max(((r.probe(inner), r) for r in readers()), key=lambda pair: pair[0].confidence)
         if best.confidence > TAKEN_ABOVE:
             found.append((folder, reader.name))
+    return found
+
+
+def _single_files(source: Source, paths: list[str]) -> list[tuple[str, str]]:
+    """(path, format) of files that a reader knows by themselves."""
+    found: list[tuple[str, str]] = []
+    for path in paths:
+        inner = Source(source.store, replace(source.listing, entry=path))
+        best, reader = max(((r.probe(inner), r) for r in readers()), key=lambda pair: pair[0].confidence)
+        if best.confidence > TAKEN_ABOVE:
+            found.append((path, reader.name))
     return found
 
 

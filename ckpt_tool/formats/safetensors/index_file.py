@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
-from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index
+from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index, variant_notes
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._safetensors.header import Header
 from ckpt_tool.formats._safetensors.stored import (
@@ -20,7 +20,7 @@ from ckpt_tool.formats._safetensors.stored import (
     tables,
     whole_box,
 )
-from ckpt_tool.formats._split_names import index_beside, missing_names, split_name
+from ckpt_tool.formats._split_names import index_beside, missing_names, split_name, unlike, variants
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -43,6 +43,8 @@ class _Contents:
     paths: tuple[str, ...]
     headers: tuple[Header, ...]
     strays: tuple[str, ...]
+    variants: tuple[str, ...] = ()
+    """Files left out because they hold the same tensors in another type, or of another average of the weights."""
 
     @property
     def held(self) -> dict[str, dict[str, int]]:
@@ -137,6 +139,7 @@ class SafetensorsIndexReader(ResolvedReader):
             "index": found.index.path if found.index else None,
             "metadata": dict(found.headers[0].metadata) if found.headers else {},
             **({"missing_files": missing} if missing else {}),
+            **({"variants": list(found.variants)} if found.variants else {}),
             **info,
         }
         return Manifest(self.name, source.store.url, tensors, chunks, files, info=info, notes=tuple(notes))
@@ -183,12 +186,19 @@ def _contents(source: Source) -> _Contents:
     if index is None:
         return _together(source, paths)
     strays = tuple(p for p in here if p not in index.files)
-    return _Contents(index, paths, tuple(read_headers(source, paths)), strays)
+    left_out = unlike(paths, (p for p in strays if p not in paths))
+    strays = tuple(p for p in strays if p not in left_out)
+    return _Contents(index, paths, tuple(read_headers(source, paths)), strays, left_out)
 
 
 def _together(source: Source, paths: tuple[str, ...]) -> _Contents:
-    """Headers of files that no index speaks of."""
-    found = _Contents(None, paths, tuple(read_headers(source, paths)), ())
+    """Headers of files that no index speaks of; a variant's are left out where its tensors are in the others, too."""
+    headers = dict(zip(paths, read_headers(source, paths), strict=True))
+    others = variants(paths)
+    plain = {entry.name for path in paths if path not in others for entry in headers[path].entries}
+    left_out = tuple(path for path in others if plain.issuperset(entry.name for entry in headers[path].entries))
+    kept = {path: header for path, header in headers.items() if path not in left_out}
+    found = _Contents(None, tuple(kept), tuple(kept.values()), (), left_out)
     _refuse_duplicates(found.held, source.listing.url)
     return found
 
@@ -243,7 +253,7 @@ def _findings(found: _Contents, listing: Listing) -> Iterator[Finding]:
 
 
 def _notes(found: _Contents, findings: Sequence[Finding], listing: Listing) -> list[str]:
-    notes = header_notes(found.paths, found.headers)
+    notes = [*header_notes(found.paths, found.headers), *variant_notes(found.variants)]
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.kind not in {"shared-bytes", "large-header", "total-size", "no-index"}:
@@ -253,7 +263,7 @@ def _notes(found: _Contents, findings: Sequence[Finding], listing: Listing) -> l
         notes.append(alike[0].message + more)
     if kinds and found.index is not None:
         notes.append(f"where {found.index.path} and the headers of the files differ, the headers were followed")
-    if found.index is None:
+    if found.index is None and (len(found.paths) > 1 or not found.variants):
         notes.append(f"no index: all {counted(len(found.paths), 'safetensors file')} at the top were taken together")
     pieces = sum(1 for p in listing.sizes if p.startswith("sharded/") and SHARD_FILE.fullmatch(p))
     if pieces:

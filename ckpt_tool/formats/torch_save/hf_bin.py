@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
-from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index
+from ckpt_tool.formats._hf_index import Index, contradictions, homes_of, remembered_index, variant_notes
 from ckpt_tool.formats._pickle.tensors import TensorRef
-from ckpt_tool.formats._split_names import index_beside, index_names, missing_names, split_name
+from ckpt_tool.formats._split_names import index_beside, index_names, missing_names, split_name, unlike
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part, assemble
 from ckpt_tool.formats._torch_file.described import manifest_of
@@ -41,6 +41,8 @@ class _Contents:
     files: tuple[TorchFile, ...]
     entries: tuple[Entries, ...]
     strays: tuple[str, ...]
+    variants: tuple[str, ...] = ()
+    """Files left out because they hold the same tensors in another type, or of another average of the weights."""
 
     def held(self) -> dict[str, dict[str, int]]:
         """By file: bytes of each tensor in it; 0 for a tensor whose storage an earlier one has already (tied)."""
@@ -110,8 +112,13 @@ class HfBinReader(TorchFilesReader):
             missing = _missing(found)
             assembly.notes.append(f"no index: the {counted(len(found.files), 'numbered file', 'were')} taken together")
         companions, notes = read_companions(source)
-        assembly.notes += notes
-        info = {"index": found.index.path or None, **({"missing_files": missing} if missing else {}), **companions}
+        assembly.notes += [*variant_notes(found.variants), *notes]
+        info = {
+            "index": found.index.path or None,
+            **({"missing_files": missing} if missing else {}),
+            **({"variants": list(found.variants)} if found.variants else {}),
+            **companions,
+        }
         manifest = manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)
         return manifest.replace(notes=(*manifest.notes, *tied_note(info, manifest.tensors.index)))
 
@@ -170,7 +177,9 @@ def _contents(source: Source) -> _Contents:
             hint="fetch them: only the index was copied",
         )
     files = tuple(open_torch_files(source, paths))
-    return _Contents(index, files, tuple(entries_of(file.root) for file in files), strays)
+    left_out = unlike(paths, (path for path in strays if path not in paths))
+    strays = tuple(path for path in strays if path not in left_out)
+    return _Contents(index, files, tuple(entries_of(file.root) for file in files), strays, left_out)
 
 
 def _numbered(listing: Listing) -> tuple[str, ...]:

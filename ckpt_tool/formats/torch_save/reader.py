@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 from ckpt_tool.errors import CkptError, NotFound
 from ckpt_tool.formats._companions import config_findings, read_companions, tied_note
+from ckpt_tool.formats._hf_index import variant_notes
+from ckpt_tool.formats._split_names import unlike
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, is_torch_head, open_torch_file, zip_directory
 from ckpt_tool.formats._torch_file.assemble import assemble
 from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
@@ -29,8 +32,8 @@ __all__ = ["READER", "TorchSaveReader"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 _NUMBERED = re.compile(r"(?:.*/)?[^/]*-\d+-of-(\d+)\.[a-z]+")  # pytorch_model-00001-of-00003.bin
-_MODEL_NAME = "pytorch_model.bin"
-_HF_MODEL = re.compile(r"(?:pytorch_model|adapter_model)(?:-\d+-of-\d+)?\.bin")
+_MODEL_NAMES = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
+_HF_MODEL = re.compile(r"(?:(?:diffusion_)?pytorch_model|adapter_model)(?:-\d+-of-\d+)?\.bin")
 _OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json", ".zarray")
 _MAX_PROBED = 8
 
@@ -96,12 +99,14 @@ class TorchSaveReader(TorchFilesReader):
             found.notes.append(
                 f"{path} is a TorchScript program: tensors of its modules are read, no constants of its code"
             )
-        info = {"container": file.kind}
+        info: dict[str, Any] = {"container": file.kind}
         if not _is_hf_model(path):
             return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
         companions, notes = read_companions(source)
-        found.notes += notes
-        manifest = manifest_of(self.name, source.listing.url, [file], [entries], found, {**info, **companions})
+        others = unlike([path], (other for other in source.listing.paths if "/" not in other and other != path))
+        found.notes += [*variant_notes(others), *notes]
+        info = {**info, **({"variants": list(others)} if others else {}), **companions}
+        manifest = manifest_of(self.name, source.listing.url, [file], [entries], found, info)
         return manifest.replace(notes=(*manifest.notes, *tied_note(companions, manifest.tensors.index)))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
@@ -119,8 +124,9 @@ def _is_hf_model(path: str) -> bool:
 
 def _candidates(source: Source) -> list[str]:
     """Files at the top that may be torch.save's; one called as Hugging Face's is the model, what lies beside it not."""
-    if _MODEL_NAME in source.listing:
-        return [_MODEL_NAME]
+    model = next((name for name in _MODEL_NAMES if name in source.listing), None)
+    if model is not None:
+        return [model]
     top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
     return [path for path in top if path.endswith(_SUFFIXES)] or top
 
