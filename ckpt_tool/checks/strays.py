@@ -30,7 +30,7 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
     Where the user named a single file, only that one is looked at.
     """
     used, kinds = _used(manifest)
-    known = used | _variants(manifest)
+    known = used | _left_out(manifest)
     for path in listing.paths:
         if path in known:
             continue
@@ -61,7 +61,7 @@ def other_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
     used, kinds = _used(manifest)
     used.update(side_files(manifest, listing))
     known = (*_UNFINISHED_SUFFIXES, *_COMPANION_SUFFIXES)
-    others = _variants(manifest)
+    others = _left_out(manifest)
     return tuple(
         path
         for path in listing.paths
@@ -70,9 +70,9 @@ def other_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
     )
 
 
-def _variants(manifest: Manifest) -> set[str]:
-    """Files that the reader left out as variants of the ones that it read."""
-    return set(map(str, manifest.info.get("variants") or ()))
+def _left_out(manifest: Manifest) -> set[str]:
+    """Files that the reader left out because they hold the tensors once more: a variant of them, shards joined."""
+    return set(map(str, manifest.info.get("left_out") or ()))
 
 
 def _used(manifest: Manifest) -> tuple[set[str], set[tuple[str, str]]]:

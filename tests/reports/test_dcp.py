@@ -383,6 +383,10 @@ def test_tensors_inside_an_object_are_never_lost(ckpt: Ckpt, tmp_path: Path) -> 
     assert (refused.status, "'model' holds 1 tensor, which would be lost" in refused.err) == (3, True)
     assert ckpt("reshard", tmp_path / "source", tmp_path / "moved", "--dp", "2").status == 0
     assert ckpt("diff", tmp_path / "source", tmp_path / "moved", "--everything").status == 0
+    save(state | {"w": torch.ones(3)}, checkpoint_id=tmp_path / "mixed", no_dist=True, planner=planner)
+    assert (
+        "left out, an object with 1 tensor inside: model" in ckpt("export", tmp_path / "mixed", tmp_path / "out").text
+    )
 
 
 def test_metadata_of_torch_1_13(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from ckpt_tool.api.convert.casts import cast_model, cast_notes, wanted_dtype
 from ckpt_tool.api.convert.conversion import (
     Conversion,
     ConversionResult,
-    Dropped,
     build_conversion,
     whole_boxes,
 )
@@ -26,7 +25,7 @@ from ckpt_tool.api.convert.names import beside_model_notes, module_names, rename
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
-from ckpt_tool.api.convert.selection import no_tensors, select_tensors, why_no_tensor
+from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.tied import without_tied
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
@@ -163,8 +162,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         elif everything:
             dropped += no_tensors(selection.load_objects(checkpoint), named.manifest)
         else:
-            left_out = [checkpoint.manifest.blobs[row] for row in selection.objects]
-            dropped += [Dropped(blob.fqn, why_no_tensor(blob)) for blob in left_out]
+            dropped += no_tensors(selection.look_into_objects(checkpoint), named.manifest)
         tensors = cast_model(named.manifest.tensors, wanted_dtype(dtype))
         companions: dict[str, bytes] = {}
         if to in _HAS_CONFIG and named.config:

@@ -11,14 +11,17 @@ from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.errors import CoverageError, Unsupported
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Blob, Manifest
+from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.select import OF_TYPES, matching, select, texts
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
-__all__ = ["Selection", "no_tensors", "select_tensors", "why_no_tensor"]
+__all__ = ["Selection", "no_tensors", "select_tensors"]
 
+_MAX_LOOKED_INTO = 64
+_MAX_LOOKED_INTO_NBYTES = 64 << 20
 _GATHERED = ".param_state/shard_"
 """In the names of objects that are optimizer state: Megatron's buffers, gathered from the ranks that share them."""
 
@@ -38,6 +41,15 @@ class Selection:
         blobs = checkpoint.load_blobs(self.objects)
         return tuple(blobs[row] for row in self.objects)
 
+    def look_into_objects(self, checkpoint: Checkpoint) -> tuple[Blob, ...]:
+        """The objects that are taken; where few are called like weights, those with their values, to see tensors."""
+        blobs = checkpoint.manifest.blobs
+        rows = [row for row in self.objects if section_of(blobs[row].path, blobs[row].fqn) == SECTIONS[0]]
+        nbytes = sum(where.length for row in rows if (where := blobs[row].where) is not None)
+        if rows and len(rows) <= _MAX_LOOKED_INTO and nbytes <= _MAX_LOOKED_INTO_NBYTES:
+            blobs = checkpoint.load_blobs(rows)
+        return tuple(blobs[row] for row in self.objects)
+
 
 def no_tensors(blobs: Sequence[Blob], taken: Manifest) -> list[Dropped]:
     """A reason for each loaded object that a format of tensors alone leaves out, beside the tensors ``taken``.
@@ -55,12 +67,12 @@ def no_tensors(blobs: Sequence[Blob], taken: Manifest) -> list[Dropped]:
                 f"the object {blob.fqn!r} holds {counted(held, 'tensor')}, which would be lost; there are no others",
                 hint="save it flattened (flatten_state_dict=True of DCP), or choose --to dcp",
             )
-        why = f"an object with {counted(held, 'tensor')} inside" if held else why_no_tensor(blob)
+        why = f"an object with {counted(held, 'tensor')} inside" if held else _why_no_tensor(blob)
         dropped.append(Dropped(blob.fqn, why))
     return dropped
 
 
-def why_no_tensor(blob: Blob) -> str:
+def _why_no_tensor(blob: Blob) -> str:
     """Why a format of tensors alone leaves an object out; arrays of numpy may be weights that were saved as such."""
     is_array = getattr(blob.value, "ndim", 0) > 0
     return "an array of numpy, which torch.save keeps as an object" if is_array else "not a tensor"

@@ -2,14 +2,15 @@
 
 ``shard-{rank + 1}-model-{i}-of-{n}.safetensors``; each header's ``__metadata__`` has ``DCP_SHARDING_INFO``, a JSON
 string ``{fqn: {"saved_offsets": [..]}}`` (torch/distributed/checkpoint/_hf_utils.py, torch 2.13). The global shape is
-nowhere: it is the furthest end of any box, so a shard missing at the end cannot be told from a smaller tensor. Ranks
-that had nothing to save write no file.
+in none of them: it is that of the joined file beside them, where there is one, else the furthest end of any box, so
+that a shard missing at the end cannot be told from a smaller tensor. Ranks that had nothing to save write no file.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
@@ -24,6 +25,7 @@ from ckpt_tool.formats._safetensors.stored import (
     tables,
 )
 from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.joined import scalar_findings
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, plain_paths
 from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
@@ -66,6 +68,16 @@ class DcpHfReader(ResolvedReader):
         headers = read_headers(source, paths)
         offsets = [_saved_offsets(path, header) for path, header in zip(paths, headers, strict=True)]
         shapes = _global_shapes(paths, headers, offsets)
+        joined = _joined(source, shapes)
+        whole = {entry.name: entry.shape for header in joined.values() for entry in header.entries}
+        lost = [
+            StoredBox(entry.name, entry.dtype, entry.shape, (), (), 0, 0, 0)
+            for header in joined.values()
+            for entry in header.entries
+            if entry.name not in shapes
+        ]
+        proven = [fqn for fqn, shape in shapes.items() if _holds(whole.get(fqn), shape)]
+        shapes |= {fqn: whole[fqn] for fqn in proven}
         boxes = (
             StoredBox(
                 entry.name, entry.dtype, shapes[entry.name], offsets[row][entry.name], entry.shape,
@@ -74,28 +86,62 @@ class DcpHfReader(ResolvedReader):
             for row, header in enumerate(headers)
             for entry in header.entries
         )  # fmt: skip
-        tensors, chunks, files = tables(boxes, paths, source.listing)
+        tensors, chunks, files = tables(chain(boxes, lost), paths, source.listing)
         info, notes = read_companions(source)
         metadata = {k: v for k, v in headers[0].metadata.items() if k != _INFO_KEY}
         notes = [*header_notes(paths, headers), *(f.message for f in _number_findings(paths)), *notes]
-        notes.append(
-            "the format stores no global shapes: each is the furthest end of the boxes found, so a last shard that is "
-            "missing cannot be noticed"
-        )
-        info = {"metadata": metadata, **info}
+        if joined:
+            notes.append(
+                f"{_listed(joined)}: the same tensors whole, which tell their shapes; left out, as shards are here"
+            )
+        if len(proven) < len(shapes):
+            notes.append(
+                "the format stores no global shapes: each is the furthest end of the boxes found, so a last shard that "
+                "is missing cannot be noticed"
+            )
+        info = {"metadata": metadata, "left_out": list(joined), **info} if joined else {"metadata": metadata, **info}
         return Manifest(self.name, source.store.url, tensors, chunks, files, info=info, notes=tuple(notes))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing numbers in the names, and faults of single files. One request per file."""
         paths = manifest.files.paths
-        yield from header_findings(paths, read_headers(source, paths))
+        headers = read_headers(source, paths)
+        yield from header_findings(paths, headers)
         yield from _number_findings(paths)
-        if len(manifest.tensors):
+        joined = _joined(source, manifest.tensors.index)
+        yield from scalar_findings(source, joined, dict(zip(paths, headers, strict=True)))
+        whole = {entry.name: (path, entry.shape) for path, header in joined.items() for entry in header.entries}
+        unproven = 0
+        for row, fqn in enumerate(manifest.tensors.fqns):
+            shape = manifest.tensors.shape_of(row)
+            path, stated = whole.get(fqn, ("", None))
+            unproven += stated is None
+            if stated is not None and not _holds(stated, shape):
+                said = f"{fqn!r} is {list(stated)} in {path}, and its shards reach to {list(shape)}"
+                yield Finding("differs-from-shard", Severity.WARNING, said, fqn, FileRange(path, 0, 0))
+        if unproven:
             said = (
-                f"no file records the global shapes of the {counted(len(manifest.tensors), 'tensor')}: that the last "
+                f"no file records the global shapes of the {counted(unproven, 'tensor')}: that the last "
                 "shard is here cannot be proven"
             )
             yield Finding("unproven-shape", Severity.WARNING, said)
+
+
+def _joined(source: Source, fqns: Collection[str]) -> dict[str, Header]:
+    """Headers by path of the files beside the shards that hold some of their tensors, whole."""
+    paths = plain_paths(source.listing)
+    headers = zip(paths, read_headers(source, paths), strict=True)
+    return {path: header for path, header in headers if any(entry.name in fqns for entry in header.entries)}
+
+
+def _holds(whole: tuple[int, ...] | None, shape: tuple[int, ...]) -> bool:
+    """Whether shards that reach to ``shape`` can be those of a tensor of shape ``whole``."""
+    return whole is not None and len(whole) == len(shape) and all(n <= m for n, m in zip(shape, whole, strict=True))
+
+
+def _listed(paths: Iterable[str]) -> str:
+    names = list(paths)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 def _shard_paths(listing: Listing) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from ckpt_tool.formats._safetensors.stored import (
 )
 from ckpt_tool.formats._split_names import index_beside, missing_names, split_name, unlike, variants
 from ckpt_tool.formats.base import Probe, Source
+from ckpt_tool.formats.safetensors.joined import scalar_findings, shards_beside
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -139,7 +140,7 @@ class SafetensorsIndexReader(ResolvedReader):
             "index": found.index.path if found.index else None,
             "metadata": dict(found.headers[0].metadata) if found.headers else {},
             **({"missing_files": missing} if missing else {}),
-            **({"variants": list(found.variants)} if found.variants else {}),
+            **({"left_out": list(found.variants)} if found.variants else {}),
             **info,
         }
         return Manifest(self.name, source.store.url, tensors, chunks, files, info=info, notes=tuple(notes))
@@ -147,12 +148,16 @@ class SafetensorsIndexReader(ResolvedReader):
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Index against headers, gaps in numbered names, and what `SafetensorsReader.check` finds.
 
-        Where torch's shards lie in ``sharded/``, tensors without dimensions are compared with them, because torch's
-        consolidation (2.13) writes zeros in their place.
+        Where torch's shards lie beside or in ``sharded/``, tensors without dimensions are compared with them.
         """
         yield from self.check_metadata(source, manifest)
         yield from config_findings(source, manifest)
-        yield from _scalar_findings(source, manifest)
+        shards = shards_beside(source)
+        if shards and not manifest.tensors.ndim.all():
+            paths = manifest.files.paths
+            joined = zip(paths, read_headers(source, paths), strict=True)
+            found = zip(shards, read_headers(source, shards), strict=True)
+            yield from scalar_findings(source, dict(joined), dict(found))
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002
         """Index against headers, and gaps in numbered names; no request behind `read`, else the same ones."""
@@ -269,31 +274,6 @@ def _notes(found: _Contents, findings: Sequence[Finding], listing: Listing) -> l
     if pieces:
         notes.append(f"sharded/ holds the same tensors in {counted(pieces, 'piece')} and was left out")
     return notes
-
-
-def _scalar_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
-    """Tensors without dimensions that differ from their shard: one request per shard, two per such tensor."""
-    paths = [p for p in source.listing.paths if p.startswith("sharded/") and SHARD_FILE.fullmatch(p)]
-    scalars = {fqn for row, fqn in enumerate(manifest.tensors.fqns) if not manifest.tensors.ndim[row]}
-    if not paths or not scalars:
-        return
-    for path, header in zip(paths, read_headers(source, paths), strict=True):
-        for entry in header.entries:
-            if entry.shape or entry.name not in scalars:
-                continue
-            rows = manifest.chunks.rows_of(manifest.tensor_id(entry.name))
-            here = manifest.chunks.record(int(rows[0]), manifest.tensors, manifest.files).where
-            there = FileRange(path, header.data_start + entry.start, entry.nbytes)
-            whole, shard = source.store.fetch([here, there])
-            if whole != shard:
-                yield Finding(
-                    "differs-from-shard",
-                    Severity.WARNING,
-                    f"{entry.name!r} is {whole.hex()} in {here.path} and {shard.hex()} in {path}; torch's "
-                    "consolidation zeroes tensors without dimensions, so the shard is likely right",
-                    entry.name,
-                    here,
-                )
 
 
 READER = SafetensorsIndexReader()

@@ -116,7 +116,7 @@ class HfBinReader(TorchFilesReader):
         info = {
             "index": found.index.path or None,
             **({"missing_files": missing} if missing else {}),
-            **({"variants": list(found.variants)} if found.variants else {}),
+            **({"left_out": list(found.variants)} if found.variants else {}),
             **companions,
         }
         manifest = manifest_of(self.name, source.listing.url, found.files, found.entries, assembly, info)

@@ -105,7 +105,7 @@ class TorchSaveReader(TorchFilesReader):
         companions, notes = read_companions(source)
         others = unlike([path], (other for other in source.listing.paths if "/" not in other and other != path))
         found.notes += [*variant_notes(others), *notes]
-        info = {**info, **({"variants": list(others)} if others else {}), **companions}
+        info = {**info, **({"left_out": list(others)} if others else {}), **companions}
         manifest = manifest_of(self.name, source.listing.url, [file], [entries], found, info)
         return manifest.replace(notes=(*manifest.notes, *tied_note(companions, manifest.tensors.index)))
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_tool.checks.extents import measure
+from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.safetensors import dcp_hf, single
 from ckpt_tool.manifest.finding import Severity
@@ -114,3 +116,61 @@ def test_a_shard_under_another_name_is_read_with_a_warning() -> None:
     """Its metadata says that its tensors may be parts."""
     source, _ = source_and_store({"part.safetensors": shard({"w": (0, b"ab")})})
     assert any("may hold only parts of its tensors" in note for note in single.READER.read(source).notes)
+
+
+def joined(tensors: Mapping[str, tuple[list[int], bytes]]) -> bytes:
+    """A file of whole tensors of bytes."""
+    at = 0
+    listed: dict[str, Any] = {}
+    for fqn, (shape, data) in tensors.items():
+        listed[fqn] = {"dtype": "U8", "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    return file_bytes(listed, b"".join(data for _, data in tensors.values()))
+
+
+WHOLE = "model-00001-of-00001.safetensors"
+
+
+def test_joined_files_beside_shards_tell_the_shapes() -> None:
+    """What ``enable_consolidation`` leaves (torch 2.13): a missing last shard is seen, and what it alone held."""
+    files = {
+        name(1): shard({"w": (0, b"ab")}),
+        name(2): shard({"w": (2, b"c"), "v": (0, b"xy")}),
+        WHOLE: joined({"w": ([3], b"abc"), "v": ([2], b"xy")}),
+        "adapter.safetensors": joined({"other": ([1], b"z")}),
+    }
+    source, _ = source_and_store(files)
+    manifest = READER.read(source)
+    assert list(READER.check(source, manifest)) == []
+    assert manifest.info["left_out"] == [WHOLE]
+    assert manifest.notes == (
+        f"{WHOLE}: the same tensors whole, which tell their shapes; left out, as shards are here",
+    )
+    source, _ = source_and_store({path: data for path, data in files.items() if path != name(2)})
+    manifest = READER.read(source)
+    assert {m.fqn: m.shape for m in manifest.tensors} == {"w": (3,), "v": (2,)}
+    assert manifest.chunks.tensor.tolist() == [0]
+    found = structure_findings(manifest, source.listing, measure(manifest, source.listing))
+    assert {f.fqn for f in found if f.kind == "gap"} == {"w", "v"}
+
+
+def test_joined_files_that_contradict_shards() -> None:
+    """An older joined file that is shorter, and the zeros that torch's consolidation writes for scalars."""
+    files = {
+        name(1): shard({"w": (0, b"abc")}),
+        name(2): file_bytes(
+            {
+                "__metadata__": {"DCP_SHARDING_INFO": '{"s": {"saved_offsets": []}}'},
+                "s": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]},
+            },
+            b"5",
+        ),
+        WHOLE: joined({"w": ([2], b"ab"), "s": ([], b"\0")}),
+    }
+    source, _ = source_and_store(files)
+    manifest = READER.read(source)
+    assert manifest.tensor("w").shape == (3,)
+    scalar, shape = READER.check(source, manifest)
+    assert (scalar.kind, scalar.fqn, shape.kind, shape.fqn) == ("differs-from-shard", "s", "differs-from-shard", "w")
+    assert shape.message == f"'w' is [2] in {WHOLE}, and its shards reach to [3]"
+    assert scalar.message.startswith(f"'s' is 00 in {WHOLE} and 35 in {name(2)}")

@@ -328,7 +328,7 @@ def test_an_index_of_a_variant_is_one() -> None:
     _, found = judged({name: data for name, data in shards.items() if name != lost} | {variant: index_bytes(names, 7)})
     assert found["missing-file"].fqn == "u"
     manifest, found = judged({**SOUND, INDEX: index_bytes(MAP, 7), **shards, variant: index_bytes(names, 7)})
-    assert (manifest.info["index"], manifest.info["variants"]) == (INDEX, sorted(shards))
+    assert (manifest.info["index"], manifest.info["left_out"]) == (INDEX, sorted(shards))
     assert found == {}
 
 
