@@ -170,7 +170,8 @@ class _Pass:
                 severity = Severity.ERROR if is_trained else Severity.WARNING
                 yield self._value("nan", "NaN", severity, sum(each.n_nan for _, each in found), nans)
             if infs:
-                yield self._value("inf", "infinite", Severity.WARNING, sum(each.n_inf for _, each in found), infs)
+                severity = Severity.WARNING if is_trained else Severity.INFO  # the best score so far starts there
+                yield self._value("inf", "infinite", severity, sum(each.n_inf for _, each in found), infs)
 
     def _value(self, kind: str, word: str, severity: Severity, n: int, firsts: list[tuple[Place, Scan]]) -> Finding:
         (index, position), scan = min(firsts, key=lambda pair: pair[0])

@@ -30,7 +30,7 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
     Where the user named a single file, only that one is looked at.
     """
     used, kinds = _used(manifest)
-    known = used | _left_out(manifest)
+    known = {*used, *_left_out(manifest), *side_files(manifest, listing)}
     for path in listing.paths:
         if path in known:
             continue

@@ -28,13 +28,14 @@ _ADAPTER_KEYS = {
 
 # transformers.trainer (5.24) and accelerate: what is saved beside the model.
 _TRAINER_STATE = "trainer_state.json"
-_TRAINER_FILES = tuple(
+_SIDE_FILES = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
-        (r"optimizer\.(?:pt|bin)", "the optimizer's state, by number of parameter"),
-        (r"scheduler\.pt", "the learning rate's schedule"),
+        (r"optimizer(?:_\d+)?\.(?:pt|bin)", "the optimizer's state, by number of parameter"),
+        (r"scheduler(?:_\d+)?\.(?:pt|bin)", "the learning rate's schedule"),
         (r"scaler\.pt", "the loss scale"),
         (r"rng_state(?:_\d+)?\.pth", "random states"),
+        (r"random_states_\d+\.pkl", "random states"),
         (r"training_args\.bin", "arguments of the run"),
         (r"pytorch_model_fsdp_\d+/\.metadata", "the model as DCP"),
         (r"optimizer_\d+/\.metadata", "the optimizer as DCP"),
@@ -62,7 +63,7 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
             "torch_dtype": config.get("torch_dtype") or config.get("dtype"),
         }
         info.update({key: value for key, value in stated.items() if value is not None})
-    info.update(_trainer(source, notes))
+    info.update(_training(source, notes))
     adapter = _read_json(source, "adapter_config.json", notes)
     if adapter is not None:
         info["adapter"] = {ours: adapter.get(theirs) for ours, theirs in _ADAPTER_KEYS.items()}
@@ -71,22 +72,21 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
     return info, notes
 
 
-def _trainer(source: Source, notes: list[str]) -> dict[str, Any]:
-    """What else a folder of transformers' Trainer holds, in a note; its step."""
+def _training(source: Source, notes: list[str]) -> dict[str, Any]:
+    """What else a folder of a training state holds, in a note; the step of transformers' Trainer."""
     state = _read_json(source, _TRAINER_STATE, notes)
-    if state is None:
-        return {}
     said = [
         f"{path} ({what})"
-        for pattern, what in _TRAINER_FILES
+        for pattern, what in _SIDE_FILES
         if (path := next((p for p in source.listing.sizes if pattern.fullmatch(p)), None)) is not None
     ]
-    step = state.get("global_step")
     if said:
+        whose = "" if state is None else " of transformers' Trainer"
         notes.append(
-            f"a folder of transformers' Trainer, of which this is the model; beside it, each to be named by itself: "
-            f"{', '.join(said)}"
+            f"a folder with a training state{whose}, of which this is the model; beside it, each to be named by "
+            f"itself: {', '.join(said)}"
         )
+    step = None if state is None else state.get("global_step")
     return {"step": step} if type(step) is int else {}
 
 

@@ -119,13 +119,13 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         fix = None if content.fix is None else content.fix.replace("FOLDER", url)
         return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
     top = [path for path in source.listing.sizes if "/" not in path]
-    single = _single_files(source, [path for path in telling if path in top])
+    single = _single_files(source, sorted((path for path in telling if path in top), key=_natural))
     if single:
         listed = ", ".join(f"{path} ({name})" for path, name in single)
         return NotFound(
             f"no checkpoint itself among {kinds_of_files(source.listing.sizes)}, but files that are one each: {listed}",
             where=url,
-            hint=f'give one of them, such as "{url}/{single[0][0]}"',
+            hint=f'give one of them, such as "{url}/{single[-1][0]}"',
         )
     named = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, top))})(?![\w])") if top else None
     likely = [each for each in probes if each[0].confidence > 0 or (named and named.search(each[0].why))]

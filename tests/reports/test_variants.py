@@ -83,4 +83,4 @@ def test_files_of_one_checkpoint_each(ckpt: Ckpt, tmp_path: Path) -> None:
     ran = ckpt("inspect", tmp_path)
     assert ran.status == 3
     assert "files that are one each: best.pt (torch-save), last.pt (torch-save)" in ran.text
-    assert f'hint: give one of them, such as "{tmp_path}/best.pt"' in ran.text
+    assert f'hint: give one of them, such as "{tmp_path}/last.pt"' in ran.text

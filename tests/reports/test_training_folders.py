@@ -1,0 +1,43 @@
+"""Folders that accelerate, transformers and Lightning leave while they train: what lies beside the model is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.reports.conftest import Ckpt
+from tests.reports.made import put, safetensors_bytes, saved
+
+_WEIGHTS = {"w": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "beside"),
+    [
+        ("pytorch_model.bin", ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")),
+        ("model.safetensors", ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")),
+        ("pytorch_model.bin", ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")),
+    ],
+)
+def test_state_beside_the_model(ckpt: Ckpt, tmp_path: Path, model: str, beside: tuple[str, ...]) -> None:
+    """A conversion takes the model alone: each file that it leaves is named, and none of them is a stray."""
+    files = {name: saved({"state": {0: {"exp_avg": torch.ones(2)}}, "lr": 1.0}) for name in beside}
+    weights = saved(_WEIGHTS) if model.endswith(".bin") else safetensors_bytes({"w": ("F32", [2], bytes(8))})
+    put(tmp_path / "step", {model: weights, "trainer_state.json": b"{}", **files})
+    ran = ckpt("verify", tmp_path / "step", "--full")
+    assert (ran.status, "stray-file" in ran.text, "other-files" in ran.text) == (0, False, False)
+    said = ckpt("export", tmp_path / "step", tmp_path / "out").text
+    assert "of which this is the model; beside it, each to be named by itself: " in said
+    assert all(f"{name} (" in said for name in beside)
+    (tmp_path / "step" / beside[0]).write_bytes(files[beside[0]][:-100])
+    assert ckpt("verify", tmp_path / "step").status == 1
+
+
+def test_the_best_score_so_far(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Lightning's callbacks begin at infinity, which is no fault; an infinite weight is worth a look."""
+    state = {"state_dict": _WEIGHTS, "callbacks": {"ModelCheckpoint": {"kth_value": torch.tensor(float("inf"))}}}
+    put(tmp_path, {"a.ckpt": saved(state), "b.ckpt": saved({"w": torch.tensor([1.0, float("inf")])})})
+    assert ckpt("verify", tmp_path / "a.ckpt", "--full", "--strict").status == 0
+    assert ckpt("verify", tmp_path / "b.ckpt", "--full", "--strict").status == 1
