@@ -20,6 +20,8 @@ from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing, Store
 
 __all__ = [
+    "SURE",
+    "TAKEN_ABOVE",
     "ArrangingWriter",
     "BoxTable",
     "Checksum",
@@ -88,12 +90,18 @@ class Source:
         return known[1] if known is not None and known[0] is self.listing else find()
 
 
+SURE = 0.9
+"""A probe of this confidence ends the search."""
+TAKEN_ABOVE = 0.5
+"""A reader of more confidence is taken where none is sure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """How sure a reader is that a source is its format."""
 
     confidence: float
-    """0 certainly not, 1 certainly; above 0.5 the format is taken."""
+    """0 certainly not, 1 certainly."""
     why: str
     """What was seen, or what is missing; shown when no reader fits."""
 

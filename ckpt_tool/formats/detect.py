@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from ckpt_tool.errors import NotFound
-from ckpt_tool.formats.base import Probe, Reader, Source
+from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
 
-__all__ = ["SURE", "TAKEN_ABOVE", "detect"]
-
-SURE = 0.9
-"""A probe of this confidence ends the search."""
-TAKEN_ABOVE = 0.5
-"""A reader of more confidence is taken where none is sure."""
+__all__ = ["detect"]
 
 _UNFINISHED = "CKPT_UNFINISHED"
 

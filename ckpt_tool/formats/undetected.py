@@ -8,8 +8,7 @@ from dataclasses import replace
 from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stand_in, what_is
 from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content, telling_files
-from ckpt_tool.formats.base import Probe, Reader, Source
-from ckpt_tool.formats.detect import SURE, TAKEN_ABOVE
+from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.lacking import lacking_files
 from ckpt_tool.formats.registry import readers
 from ckpt_tool.sizes import counted

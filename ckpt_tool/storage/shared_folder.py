@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
 
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
 from ckpt_tool.manifest.digest_table import SUFFIX
@@ -21,61 +20,16 @@ from ckpt_tool.storage.kernel import start_writeback
 from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_places import part_place
 from ckpt_tool.storage.renaming import remove, swap_in, sync_folder
+from ckpt_tool.storage.shared_target import Receipts, SharedFile, SharedTarget
 from ckpt_tool.storage.urls import check_path, is_local, local_path, scheme_of
 
-__all__ = ["Receipts", "SharedFile", "SharedFolder", "SharedTarget", "leftovers", "open_shared"]
-
-Receipts = Mapping[str, Any]
-"""By path, what ``finish`` of a file has returned."""
+__all__ = ["SharedFolder", "leftovers", "open_shared"]
 
 _IOV_MAX = 1024
 _MARKER_TEXT = "A save that has not ended: not a checkpoint. If no job is writing here, delete it, or run ckpt clean.\n"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DIGESTS_NAME = f"ckpt{SUFFIX}"
 _LEFTOVER = re.compile(r"\.[0-9a-f]{8}\.partial$")
-
-
-class SharedFile(Protocol):
-    """One file that is being written by this process alone, from its first byte to its last."""
-
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append ``buffers``, which may be reused after the call."""
-        ...
-
-    def finish(self) -> Any:
-        """Make it durable; what the process that commits must know of it, as JSON. None: the path says it all."""
-        ...
-
-    def abandon(self) -> None:
-        """Stop; what was written does not matter any more."""
-        ...
-
-
-class SharedTarget(Protocol):
-    """Where processes write a checkpoint together."""
-
-    def check(self) -> None:
-        """Raise when the final name must not be written to."""
-        ...
-
-    def create(self, path: str, nbytes: int) -> SharedFile:
-        """A file of ``nbytes`` in the making."""
-        ...
-
-    def commit(
-        self, files: Mapping[str, int], last: Iterable[tuple[str, bytes]], receipts: Receipts,
-        digests: bytes | None = None,
-    ) -> None:  # fmt: skip
-        """Make the target a checkpoint, given all ``files`` and their sizes; ``last`` are written now, in order.
-
-        ``digests`` is the manifest that goes beside it; that of what was there before goes in any case
-        where files can be replaced.
-        """
-        ...
-
-    def discard(self) -> None:
-        """Remove what was written; what cannot be removed stays a leftover."""
-        ...
 
 
 def open_shared(

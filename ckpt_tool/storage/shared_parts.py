@@ -21,7 +21,7 @@ from ckpt_tool.storage.local_target import MARKER_NAME
 from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, measure
 from ckpt_tool.storage.part_uploads import N_UPLOADS, PartFile, PartUploads
 from ckpt_tool.storage.parts import PartPlace
-from ckpt_tool.storage.shared_folder import Receipts
+from ckpt_tool.storage.shared_target import Receipts
 from ckpt_tool.storage.side_file import put_side_file
 from ckpt_tool.storage.urls import check_path, join_url
 

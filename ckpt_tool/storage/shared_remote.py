@@ -19,7 +19,7 @@ from ckpt_tool.manifest.digest_table import SUFFIX
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.remote import open_remote
 from ckpt_tool.storage.retry import attempt, retried, shown
-from ckpt_tool.storage.shared_folder import Receipts
+from ckpt_tool.storage.shared_target import Receipts
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["SharedRemote"]

@@ -20,8 +20,9 @@ from ckpt_tool.storage.hdfs import place as hdfs_place
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.parts import PartLimits
 from ckpt_tool.storage.s3 import place as s3_place
-from ckpt_tool.storage.shared_folder import SharedTarget, open_shared
+from ckpt_tool.storage.shared_folder import open_shared
 from ckpt_tool.storage.shared_remote import SharedRemote
+from ckpt_tool.storage.shared_target import SharedTarget
 from tests.storage.fault_proxy import fault_proxy
 from tests.storage.hdfs_fake import Cluster, fake_module
 from tests.storage.s3_server import BUCKET, Bucket, s3_environment, s3_server

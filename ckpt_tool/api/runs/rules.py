@@ -14,7 +14,7 @@ from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._hf_index import parse_index
-from ckpt_tool.formats.base import MetadataChecker, Reader, Source
+from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.manifest.finding import Severity
@@ -28,8 +28,6 @@ from ckpt_tool.storage.urls import join_url
 
 __all__ = ["Judgement", "families", "judge", "tracker_text"]
 
-_SURE = 0.9
-_TAKEN_ABOVE = 0.5
 _MAX_PARTS = 16
 _MAX_METADATA_NBYTES = 64 << 20
 _MAX_TRACKER_NBYTES = 1024
@@ -161,7 +159,7 @@ def _source(sizes: Mapping[str, int], store: Store, folder: str, url: str) -> So
 
 def _reader(source: Source) -> Reader | None:
     """The reader that knows a source, without a word on why others do not."""
-    best: tuple[float, Reader | None] = (_TAKEN_ABOVE, None)
+    best: tuple[float, Reader | None] = (TAKEN_ABOVE, None)
     for reader in iter_readers(source.listing.paths):
         try:
             confidence = reader.probe(source).confidence
@@ -169,7 +167,7 @@ def _reader(source: Source) -> Reader | None:
             raise
         except CkptError:
             continue
-        if confidence >= _SURE:
+        if confidence >= SURE:
             return reader
         if confidence > best[0]:
             best = confidence, reader

@@ -25,7 +25,7 @@ from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.tables import SECTIONS, IntArray, TensorTable
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.shared_folder import SharedTarget
+from ckpt_tool.storage.shared_target import SharedTarget
 
 __all__ = ["Coordinator", "Stale"]
 

@@ -19,7 +19,7 @@ from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.joint import RankLayOut
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.shared_folder import SharedFile, SharedTarget
+from ckpt_tool.storage.shared_target import SharedFile, SharedTarget
 
 if TYPE_CHECKING:
     from typing_extensions import Self
