@@ -1,6 +1,7 @@
 """Direct reads take runs of bytes from files straight to their place in live memory, without a buffer between.
 
-Which parts of a plan can be read so is found once, in columns; what is left goes through tiles. Knows no torch.
+Which parts of a plan can be read so is found once, in columns; what is left is copied once (`strided`), or goes through
+tiles. Knows no torch.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.engine.landing import Landing
+from ckpt_tool.engine.strided import NO_STRIDED, StridedReads, long_runs, loops_of, strided_reads
+from ckpt_tool.geometry.columns import BoolArray
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.build import plan_reads
 from ckpt_tool.plan.model import Pieces, Plan, Tiles
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.store import ReadCost, Store
 
 __all__ = ["DirectReads", "batches", "find_direct", "find_direct_boxes", "read_direct"]
 
@@ -62,12 +65,20 @@ def batches(nbytes: npt.ArrayLike, limit: int) -> list[range]:
 
 
 def find_direct_boxes(
-    source: Manifest, boxes: IntArray, landings: Mapping[int, Landing], *, max_read_bytes: int
-) -> tuple[DirectReads, npt.NDArray[np.bool_]]:
-    """What can be read directly of ``boxes``, `landing.box_rows` whose first are the landings; and of which all can.
+    source: Manifest, boxes: IntArray, landings: Mapping[int, Landing], *, cost: ReadCost, max_span_bytes: int
+) -> tuple[DirectReads, StridedReads, BoolArray]:
+    """How to read those of ``boxes``, `landing.box_rows` whose first are the landings, that need no tiles; and which.
 
-    A box is direct when its memory is one run of bytes of the same element type, and what is stored of it are runs that
-    need no change. Such a box needs no plan of tiles, which is most of what planning costs where nothing is cut anew.
+    Those are boxes whose memory has the element type that is stored, and whose stored parts are of bits that need no
+    change and of runs that are long or lie close together. A plan of tiles for them would be most of what planning
+    costs, and have their bytes copied once more.
+
+    Args:
+        source: the manifest.
+        boxes: of one rank.
+        landings: its memory.
+        cost: of the storage.
+        max_span_bytes: what a buffer may hold.
 
     Raises:
         CoverageError: the source's chunks overlap, or leave a hole in such a box.
@@ -75,21 +86,47 @@ def find_direct_boxes(
     """
     width = (boxes.shape[1] - 1) // 2
     nbytes = np.prod(boxes[:, 1 + width :], axis=1) * source.tensors.bits[boxes[:, 0]] // 8
-    is_direct = _are_plain(source, len(boxes), landings) & (nbytes > 0)
+    is_run = _are_plain(source, len(boxes), landings, any_strides=False)
+    is_direct = _are_plain(source, len(boxes), landings, any_strides=True) & (nbytes > 0)
     at = np.flatnonzero(is_direct)
     tensor, offsets, sizes = boxes[at, 0], boxes[at, 1 : 1 + width], boxes[at, 1 + width :]
     reads = plan_reads(source, Tiles(tensor, offsets, sizes, nbytes[at], np.array([0, len(at)], dtype=np.int64)))
-    is_direct[at[reads.tile[_are_odd(source, reads)]]] = False
-    rows = np.flatnonzero(is_direct[at[reads.tile]])
-    parts = -(-reads.length[rows] // _PART_BYTES)  # as tiles would be cut, for reads that end now and then
-    start = (np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)) * _PART_BYTES
-    rows = np.repeat(rows, parts)
-    length = np.minimum(reads.length[rows] - start, _PART_BYTES)
-    found = _in_file_order(
-        source, reads.file[rows], reads.file_offset[rows] + start, at[reads.tile[rows]],
-        reads.tile_offset[rows] + start, length, max_read_bytes,
+    box = at[reads.tile]
+    is_direct[box[source.chunks.flags[reads.chunk] != 0]] = False
+    in_loops = ~(reads.is_contiguous & reads.is_packed_in_tile & is_run[box])
+    if cost.read_ahead_bytes:  # of far storage pieces of tiles are fetched ahead, which counts for more than a copy
+        is_direct[box[in_loops]] = False
+    if not (in_loops & is_direct[box]).any():
+        rows = np.flatnonzero(is_direct[box])
+        runs = (rows, reads.file_offset[rows], reads.tile_offset[rows], reads.length[rows])
+        return _direct_runs(source, reads, box, *runs, cost.max_read_bytes), NO_STRIDED, is_direct
+    loops = loops_of(source, reads, box, offsets[reads.tile], sizes[reads.tile], landings)
+    is_close = (loops.max_gap >= 0) & (loops.max_gap <= cost.max_gap_bytes) & (loops.run <= max_span_bytes)
+    is_direct[box[in_loops & ~loops.are_long & ~is_close]] = False
+    is_mine = is_direct[box]
+    rows, (long, in_file, in_memory) = (
+        np.flatnonzero(is_mine & ~in_loops), long_runs(loops, np.flatnonzero(is_mine & in_loops & loops.are_long))
     )  # fmt: skip
-    return found, is_direct
+    direct = _direct_runs(
+        source, reads, box, np.concatenate([rows, long]),
+        np.concatenate([reads.file_offset[rows], reads.file_offset[long] + in_file]),
+        np.concatenate([reads.tile_offset[rows], loops.start[long] + in_memory]),
+        np.concatenate([reads.length[rows], loops.run[long]]), cost.max_read_bytes,
+    )  # fmt: skip
+    rows = np.flatnonzero(is_mine & in_loops & ~loops.are_long)
+    return direct, strided_reads(source, reads, box, loops, rows, max_span_bytes), is_direct
+
+
+def _direct_runs(
+    source: Manifest, reads: Pieces, box: IntArray, row: IntArray, file_offset: IntArray, at: IntArray,
+    length: IntArray, max_read_bytes: int,
+) -> DirectReads:  # fmt: skip
+    """Runs of the pieces ``row``, in parts as long as tiles would be, for reads that end now and then."""
+    parts = -(-length // _PART_BYTES)
+    start = (np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)) * _PART_BYTES
+    row, file_offset, at = np.repeat(row, parts), np.repeat(file_offset, parts) + start, np.repeat(at, parts) + start
+    length = np.minimum(np.repeat(length, parts) - start, _PART_BYTES)
+    return _in_file_order(source, reads.file[row], file_offset, box[row], at, length, max_read_bytes)
 
 
 def find_direct(
@@ -102,7 +139,7 @@ def find_direct(
     one read, up to ``max_read_bytes``.
     """
     writes, reads, tiles = plan.writes, plan.reads, plan.tiles
-    is_plain = _are_plain(plan.source, len(plan.target.chunks), landings)
+    is_plain = _are_plain(plan.source, len(plan.target.chunks), landings, any_strides=False)
     n_writes = np.bincount(writes.tile, minlength=len(tiles))
     is_whole = np.prod(writes.sizes, axis=1) == np.prod(tiles.sizes, axis=1)[writes.tile]
     is_good = (n_writes[writes.tile] == 1) & is_whole & writes.is_contiguous & is_plain[writes.chunk]
@@ -122,19 +159,23 @@ def find_direct(
     return found, candidates[~is_direct[candidates]]
 
 
-def _are_plain(source: Manifest, n: int, landings: Mapping[int, Landing]) -> npt.NDArray[np.bool_]:
-    """bool[n]: landings whose memory is one run of bytes, of the type that is stored."""
+def _are_plain(source: Manifest, n: int, landings: Mapping[int, Landing], *, any_strides: bool) -> BoolArray:
+    """bool[n]: landings whose memory has numbers of the type that is stored: as one run, or with ``any_strides``."""
     is_plain = np.zeros(n, dtype=bool)
     dtypes = source.tensors.dtypes
     for number, landing in landings.items():
-        array = landing.memory.array
-        is_plain[number] = array is not None and array.flags.c_contiguous and landing.dtype == dtypes[landing.tensor]
+        array, dtype = landing.memory.array, landing.dtype
+        is_plain[number] = (
+            array is not None
+            and dtype == dtypes[landing.tensor]
+            and (array.flags.c_contiguous or (any_strides and array.itemsize * 8 == dtype.bits))
+        )
     return is_plain
 
 
-def _are_odd(source: Manifest, reads: Pieces) -> npt.NDArray[np.bool_]:
+def _are_odd(source: Manifest, reads: Pieces) -> BoolArray:
     """bool[m]: pieces that are no run of their file, or of their tile, or whose bits change on the way."""
-    are_odd: npt.NDArray[np.bool_] = source.chunks.flags[reads.chunk] != 0
+    are_odd: BoolArray = source.chunks.flags[reads.chunk] != 0
     are_odd |= ~(reads.is_contiguous & reads.is_packed_in_tile)
     return are_odd
 

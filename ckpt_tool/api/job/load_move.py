@@ -91,7 +91,7 @@ def plan_moves(
         return Moves(exchange, n_before, (plan, make_schedule(plan, group.size, round_bytes=tile_bytes)))
     quarter = memory_budget_bytes // 4
     limits = PlanLimits(min(_TILE_BYTES, quarter), quarter, _UNIT_BYTES)
-    own = plan_own_boxes(manifest, everyone[group.rank], landings, limits, max_read_bytes=max_read)
+    own = plan_own_boxes(manifest, everyone[group.rank], landings, limits, store.cost)
     return Moves(exchange, 0, own)
 
 
