@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.reports.conftest import Ckpt
-from tests.reports.made import put, safetensors_bytes, saved
+from tests.reports.made import as_bytes, put, safetensors_bytes, saved
 
 _WEIGHTS = {"w": torch.ones(2)}
 
@@ -18,6 +18,7 @@ _WEIGHTS = {"w": torch.ones(2)}
     [
         ("pytorch_model.bin", ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")),
         ("model.safetensors", ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")),
+        ("pytorch_model_fsdp.bin", ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")),
         ("pytorch_model.bin", ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")),
     ],
 )
@@ -41,3 +42,16 @@ def test_the_best_score_so_far(ckpt: Ckpt, tmp_path: Path) -> None:
     put(tmp_path, {"a.ckpt": saved(state), "b.ckpt": saved({"w": torch.tensor([1.0, float("inf")])})})
     assert ckpt("verify", tmp_path / "a.ckpt", "--full", "--strict").status == 0
     assert ckpt("verify", tmp_path / "b.ckpt", "--full", "--strict").status == 1
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_rank{}.bin", "model_hsdp_rank_{}.pt", "ddp-rank{}.pth"])
+def test_files_of_ranks_whose_name_ends_like_an_axis(ckpt: Ckpt, tmp_path: Path, name: str) -> None:
+    """Accelerate's names with LOCAL_STATE_DICT: ``fsdp`` is no ``dp``, and the model goes along with its optimizer."""
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    for rank in range(2):
+        files = {name.format(rank): saved(_WEIGHTS), f"optimizer_rank{rank}.bin": saved(optimizer)}
+        put(tmp_path / "step", files)
+    assert sorted(as_bytes(tmp_path / "step")) == ["optim.state.0.exp_avg", "w"]
+    assert "stray-file" not in ckpt("verify", tmp_path / "step", "--full").text
+    (tmp_path / "step" / name.format(0)).unlink()
+    assert f"{name.format(0)} is missing" in ckpt("verify", tmp_path / "step").text

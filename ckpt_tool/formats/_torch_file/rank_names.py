@@ -21,7 +21,7 @@ _RANK = re.compile(
     re.IGNORECASE,
 )
 # Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
-_OTHER_AXES = re.compile(r"(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
+_OTHER_AXES = re.compile(r"(?<![A-Za-z0-9])(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
 _KINDS = (
     ("optim", re.compile(r"(?:^|[._-])(?:optim|optimizer|opt)(?:[._-]|$)", re.IGNORECASE)),
     (
@@ -79,8 +79,8 @@ def rank_file(path: str) -> RankFile | None:
     >>> found = rank_file("optim_world_size_4_rank_3.pt")
     >>> found.kind, found.rank, found.world_size
     ('optim', 3, 4)
-    >>> rank_file("mp_rank_00_model_states.pt") is None
-    True
+    >>> rank_file("mp_rank_00_model_states.pt") is None, rank_file("pytorch_model_fsdp_rank1.bin").rank
+    (True, 1)
     """
     match = _RANK.fullmatch(path.rpartition("/")[2])
     if match is None or _OTHER_AXES.search(match["stem"]):

@@ -32,8 +32,9 @@ __all__ = ["READER", "TorchSaveReader"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 _NUMBERED = re.compile(r"(?:.*/)?[^/]*-\d+-of-(\d+)\.[a-z]+")  # pytorch_model-00001-of-00003.bin
-_MODEL_NAMES = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
-_HF_MODEL = re.compile(r"(?:(?:diffusion_)?pytorch_model|adapter_model)(?:-\d+-of-\d+)?\.bin")
+# Of transformers, of accelerate where FSDP gathers all weights (FULL_STATE_DICT), of diffusers.
+_MODEL_NAMES = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "diffusion_pytorch_model.bin")
+_HF_MODEL = re.compile(r"(?:(?:diffusion_)?pytorch_model|pytorch_model_fsdp|adapter_model)(?:-\d+-of-\d+)?\.bin")
 _OTHER_FORMATS = (".metadata", ".distcp", ".safetensors", ".index.json", ".zarray")
 _MAX_PROBED = 8
 
