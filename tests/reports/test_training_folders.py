@@ -55,3 +55,18 @@ def test_files_of_ranks_whose_name_ends_like_an_axis(ckpt: Ckpt, tmp_path: Path,
     assert "stray-file" not in ckpt("verify", tmp_path / "step", "--full").text
     (tmp_path / "step" / name.format(0)).unlink()
     assert f"{name.format(0)} is missing" in ckpt("verify", tmp_path / "step").text
+
+
+def test_a_model_beside_files_of_ranks(ckpt: Ckpt, tmp_path: Path) -> None:
+    """What ranks save beside it never passes for all there is: it is said to be left out, or is what is read."""
+    optimizer = saved({"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]})
+    put(tmp_path / "a", {"model.pt": saved(_WEIGHTS)} | {f"optim_rank{rank}.pt": optimizer for rank in range(2)})
+    said = "left out, no rank is in the name, to be given by itself: model.pt"
+    assert said in ckpt("reshard", tmp_path / "a", tmp_path / "out", "--dp", "1").text
+    states = {f"rng_state_rank{rank}.pt": saved({"rng": torch.get_rng_state()}) for rank in range(2)}
+    put(tmp_path / "b", {"model.pt": saved(_WEIGHTS), **states})
+    assert sorted(as_bytes(tmp_path / "b")) == ["w"]
+    put(tmp_path / "b", {"optim.pt": optimizer})
+    assert (
+        "files that are one each: model.pt (torch-save), optim.pt (torch-save)" in ckpt("inspect", tmp_path / "b").err
+    )

@@ -24,7 +24,7 @@ from ckpt_tool.formats._torch_file.described import manifest_of, part_of, sectio
 from ckpt_tool.formats._torch_file.entries import Entries, Entry, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.placed import Placed
-from ckpt_tool.formats._torch_file.rank_names import RankFile, RankFileSet, find_sets
+from ckpt_tool.formats._torch_file.rank_names import RankFile, RankFileSet, find_sets, rank_file
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
@@ -38,6 +38,7 @@ from ckpt_tool.sizes import counted
 __all__ = ["READER", "RankFilesReader"]
 
 _SHOWN = 8
+_HOLDS_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _PREFIXES: Mapping[str, KeyPath] = {"model": (), "optim": ("optim",), "extra_state": ("extra_state",)}
 
 
@@ -63,6 +64,9 @@ class RankFilesReader(TorchFilesReader):
         if first is None or not is_torch_head(source.head(first, HEAD_NBYTES)):
             return Probe(0.0, f"{best.files[0].path} is named for a rank, but is no torch.save file")
         what = f"{len(best.files):,} torch.save files of {counted(best.world_size, 'rank')}"
+        others = _without_rank(source)
+        if others and all(file.kind == "extra_state" for file in best.files):
+            return Probe(0.4, f"{what}, which hold a rank's own state beside {others[0]}")
         if best.is_stated:
             return Probe(0.95, what)
         return Probe(0.8 if len(best.files) > 1 else 0.6, what)
@@ -88,6 +92,10 @@ class RankFilesReader(TorchFilesReader):
         assembly = assemble(parts, section_by_root(roots), _placed_by(layouts))
         chosen = _with_world_size(chosen, assembly, layouts)
         _add_notes(assembly, chosen, sets[1:])
+        others = _without_rank(source)
+        if others:
+            listed = ", ".join(others[:_SHOWN]) + (" ..." if len(others) > _SHOWN else "")
+            assembly.notes.append(f"left out, no rank is in the name, to be given by itself: {listed}")
         info = _info(chosen, assembly)
         manifest = manifest_of(self.name, source.listing.url, opened, entries, assembly, info)
         return _with_parameter_names(manifest)
@@ -113,6 +121,12 @@ class RankFilesReader(TorchFilesReader):
             yield Finding("renamed-file", Severity.WARNING, message)
         yield from replica_findings(source, manifest, manifest.info.get("replicated_by_assumption", ()))
         yield from archive_findings(source, manifest)
+
+
+def _without_rank(source: Source) -> list[str]:
+    """Files at the top that may hold tensors and whose names tell no rank."""
+    top = (path for path in source.listing.paths if "/" not in path and path.endswith(_HOLDS_TENSORS))
+    return [path for path in top if rank_file(path) is None]
 
 
 _CANNOT_UNFLATTEN = (

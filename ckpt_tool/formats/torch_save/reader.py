@@ -124,12 +124,16 @@ def _is_hf_model(path: str) -> bool:
 
 
 def _candidates(source: Source) -> list[str]:
-    """Files at the top that may be torch.save's; one called as Hugging Face's is the model, what lies beside it not."""
+    """Files at the top that may be torch.save's; one called as Hugging Face's is the model, what lies beside it not.
+
+    Random states and such of each rank are not, where there is anything else.
+    """
     model = next((name for name in _MODEL_NAMES if name in source.listing), None)
     if model is not None:
         return [model]
     top = [path for path in source.listing.paths if "/" not in path and not path.startswith(".")]
-    return [path for path in top if path.endswith(_SUFFIXES)] or top
+    likely = [path for path in top if path.endswith(_SUFFIXES)] or top
+    return [path for path in likely if (named := rank_file(path)) is None or named.kind != "extra_state"] or likely
 
 
 def _chosen(source: Source) -> str:
