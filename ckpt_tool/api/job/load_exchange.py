@@ -30,9 +30,11 @@ _PROBE_BYTES = 1 << 20
 _PROBE_GAPS = 8  # a probe is so many times what costs as much as a request does, so that requests hardly count
 _N_PROBES = 3
 _COPY_BYTES = 2 << 20
+_UNCACHED = 1.5  # times as long as the copy that is measured, whose target the last of the caches has by then
 _FAST_S = 2e-3  # a probe as short as this is repeated: it may have been interrupted
 _STEP_S = 2e-4  # what a rank waits at each of the others' slots, or rounds
 _STEP_BYTES = 2 << 20
+_SHARING_S = 5e-3  # what it takes to plan who reads what for whom, and to make and map the memory for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def _shared_work(manifest: Manifest, everyone: Sequence[IntArray], hosts: Hosts)
         nbytes = _box_bytes(manifest, rows)
         read = max(read, _distinct_bytes(manifest, rows, nbytes) / len(ranks))
         copied = max(copied, *_rank_bytes(here, nbytes))
-    return _Work(read, copied, -(-read // _STEP_BYTES) * _STEP_S)
+    return _Work(read, copied, -(-read // _STEP_BYTES) * _STEP_S + _SHARING_S)
 
 
 def _box_bytes(manifest: Manifest, rows: IntArray) -> IntArray:
@@ -143,14 +145,14 @@ def _distinct_bytes(manifest: Manifest, rows: IntArray, nbytes: IntArray) -> int
 
 
 def _copy_cost() -> float:
-    """Seconds per byte of a copy between memory that is in no cache, while the other ranks copy as well."""
+    """Seconds per byte of a copy to memory that is in no cache, while the other ranks copy as well."""
     source, target = np.ones(_COPY_BYTES, dtype=np.uint8), np.empty(_COPY_BYTES, dtype=np.uint8)
     best = 1.0
     for _ in range(3):  # the first one pays for the memory of the target
         begun = time.perf_counter()
         np.copyto(target, source)
         best = min(best, time.perf_counter() - begun)
-    return max(best / _COPY_BYTES, 1e-12)
+    return max(best * _UNCACHED / _COPY_BYTES, 1e-12)
 
 
 def needed_bytes(manifest: Manifest, everyone: Sequence[IntArray], max_gap_bytes: int) -> tuple[list[int], int]:
