@@ -41,7 +41,10 @@ _MAGIC: tuple[tuple[bytes, Content], ...] = (
     (b"BZh", Content("a bzip2 file", "unpack it with bunzip2")),
     (b"\xfd7zXZ\x00", Content("an xz file", "unpack it with unxz")),
     (b"GGUF", Content("a GGUF file", "name it .gguf")),
-    (b"\x93NUMPY", Content("a numpy array", "name it .npy")),
+    (
+        b"\x93NUMPY",
+        Content("a numpy array", "save it under a name with numpy.savez, which makes an .npz of arrays"),
+    ),
     (b"\x89HDF\r\n", Content("an HDF5 file", "name it .h5")),
     (b"PAR1", Content("a Parquet file")),
     (b"ARROW1", Content("an Arrow file")),

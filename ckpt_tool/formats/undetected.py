@@ -19,6 +19,7 @@ from ckpt_tool.storage.tar import TarStore
 __all__ = ["about_undetected"]
 
 _MAX_FOLDERS_TRIED = 64
+_LIKE_A_MODEL = re.compile(r"model|weights|ckpt|checkpoint|last|latest", re.IGNORECASE)
 _SHOWN = 3
 _OF_THE_WHOLE = re.compile(r"\.snapshot_metadata|checkpoint_metadata\.json|pytorch_model_fsdp_\d+/\.metadata")
 """Files that speak of all of a folder; others may be those of one checkpoint of several in it."""
@@ -118,7 +119,7 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         fix = None if content.fix is None else content.fix.replace("FOLDER", url)
         return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
     top = [path for path in source.listing.sizes if "/" not in path]
-    single = _single_files(source, sorted((path for path in telling if path in top), key=_natural))
+    single = _single_files(source, sorted(telling, key=_likeliest_last))
     if single:
         listed = ", ".join(f"{path} ({name})" for path, name in single)
         return NotFound(
@@ -197,6 +198,15 @@ def _single_files(source: Source, paths: list[str]) -> list[tuple[str, str]]:
         if best.confidence > TAKEN_ABOVE:
             found.append((path, reader.name))
     return found
+
+
+def _likeliest_last(path: str) -> tuple[int, bool, list[tuple[str, int]]]:
+    """Sort key: files above those below, models behind other state, numbers by value.
+
+    >>> sorted(["a/model.pt", "model.pt", "train.pt", "best_ckpt.pt"], key=_likeliest_last)
+    ['a/model.pt', 'train.pt', 'best_ckpt.pt', 'model.pt']
+    """
+    return -path.count("/"), _LIKE_A_MODEL.search(path.rpartition("/")[2]) is not None, _natural(path)
 
 
 def _natural(name: str) -> list[tuple[str, int]]:

@@ -74,7 +74,13 @@ def select(
     if not keep.any() and (include or exclude or sections):
         asked = (("include", include), ("exclude", exclude), ("section", sections))
         said = "; ".join(f"{name} {', '.join(words)}" for name, words in asked if words)
-        raise NotFound(f"none of {counted(len(tensors), 'tensor')} is left: {said}", where=manifest.where or None)
+        counts = np.bincount(tensors.section, minlength=len(SECTIONS)).tolist()
+        held = ", ".join(f"{n:,} {name}" for name, n in zip(SECTIONS, counts, strict=True) if n)
+        raise NotFound(
+            f"none of {counted(len(tensors), 'tensor')} is left: {said}",
+            where=manifest.where or None,
+            hint=f"by section there are {held}: choose other patterns or sections, or export --all" if held else None,
+        )
     return np.flatnonzero(keep).astype(np.int64)
 
 

@@ -68,5 +68,26 @@ def test_a_model_beside_files_of_ranks(ckpt: Ckpt, tmp_path: Path) -> None:
     assert sorted(as_bytes(tmp_path / "b")) == ["w"]
     put(tmp_path / "b", {"optim.pt": optimizer})
     assert (
-        "files that are one each: model.pt (torch-save), optim.pt (torch-save)" in ckpt("inspect", tmp_path / "b").err
+        "files that are one each: optim.pt (torch-save), model.pt (torch-save)" in ckpt("inspect", tmp_path / "b").err
     )
+
+
+def test_a_run_with_a_state_above_its_steps(ckpt: Ckpt, tmp_path: Path) -> None:
+    """As torchtune does: the file at the top is not all there is, and without weights the message says what it has."""
+    optimizer = saved({"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "epoch": 1})
+    run = put(
+        tmp_path / "run",
+        {"recipe_state.pt": optimizer, "epoch_0/a.pt": saved(_WEIGHTS), "epoch_0/b.pt": saved(_WEIGHTS)},
+    )
+    assert "to be given by themselves: files in the folders epoch_0" in ckpt("inspect", run).text
+    ran = ckpt("export", run, tmp_path / "out")
+    assert (ran.status, "hint: by section there are 1 optimizer: " in ran.err) == (3, True)
+
+
+def test_several_files_below(ckpt: Ckpt, tmp_path: Path) -> None:
+    """OLMo's layout: the files of a step are one each, and the model is the one to type."""
+    step = "step1000-unsharded"
+    put(tmp_path, {f"{step}/{name}.pt": saved(_WEIGHTS) for name in ("model", "optim", "train")})
+    ran = ckpt("inspect", tmp_path)
+    assert (ran.status, f"{step}/optim.pt (torch-save)" in ran.err) == (3, True)
+    assert f'hint: give one of them, such as "{tmp_path}/{step}/model.pt"' in ran.err

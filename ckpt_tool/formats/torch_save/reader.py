@@ -100,6 +100,7 @@ class TorchSaveReader(TorchFilesReader):
             found.notes.append(
                 f"{path} is a TorchScript program: tensors of its modules are read, no constants of its code"
             )
+        found.notes += _folders_note(source)
         info: dict[str, Any] = {"container": file.kind}
         if not _is_hf_model(path):
             return manifest_of(self.name, source.listing.url, [file], [entries], found, info)
@@ -116,6 +117,14 @@ class TorchSaveReader(TorchFilesReader):
         yield from shared_bytes_findings(manifest)
         if any(map(_is_hf_model, manifest.files.paths)):
             yield from config_findings(source, manifest)
+
+
+def _folders_note(source: Source) -> list[str]:
+    """Folders beside the file at the top that hold tensors too, as in runs that keep a state above their steps."""
+    below = (path for path in source.listing.paths if "/" in path and path.endswith((*_SUFFIXES, *_OTHER_FORMATS)))
+    folders = sorted({path.partition("/")[0] for path in below})
+    shown = ", ".join(folders[:3]) + (" ..." if len(folders) > 3 else "")
+    return [f"left out, to be given by themselves: files in the folders {shown}"] if folders else []
 
 
 def _is_hf_model(path: str) -> bool:
