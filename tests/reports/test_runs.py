@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tool.api.runs.ls import ls
 from tests.api.runs import DEEPSPEED, HF, TITAN, copied, titan
+from tests.formats.megatron.places import CHECKPOINTS
 from tests.reports.conftest import Ckpt
 from tests.reports.made import put, safetensors_bytes, saved
 
@@ -102,6 +103,77 @@ def test_r100_one_cut_file_of_several(tmp_path: Path, ckpt: Ckpt, files: dict[st
     (tmp_path / "step-2" / cut).write_bytes(files[cut][:-100])
     assert f"{cut} is cut" in ckpt("ls", tmp_path).text
     assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/step-1\n"
+
+
+_FIXTURES = Path(__file__).parents[2] / "fixtures/deepspeed"
+_STAGE3 = ("zero_pp_rank_2_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
+
+
+@pytest.mark.parametrize(
+    ("fixture", "gone", "said"),
+    [
+        ("ds_z3_bf16", _STAGE3, f"2 files are missing: {', '.join(_STAGE3)}"),
+        ("ds_z3_bf16", ("*_model_states.pt",), "no model states, which name the parameters"),
+        ("ds_z3_bf16", ("*_optim_states.pt",), "no optimizer partition"),
+        ("ds_z2_bf16", ("*_optim_states.pt",), "no optimizer partition"),
+        ("ds_z2_bf16", ("mp_rank_00_model_states.pt",), "missing files: mp_rank_00_model_states.pt"),
+        ("ds_pp2_dp2_z1", ("mp_rank_01_model_states.pt",), "1 file is missing: mp_rank_01_model_states.pt"),
+        ("ds_pp2_dp2_z1", ("layer_01-model_states.pt",), "1 file is missing: layer_01-model_states.pt"),
+        ("ds_pp2_dp2_z1", ("layer_03-model_states.pt",), "1 file is missing: layer_03-model_states.pt"),
+        ("ds_moe_ep2_z1", ("layer_0_expert_3_*",), "1 file is missing: layer_0_expert_3_mp_rank_00_model_states.pt"),
+        ("ds_moe_ep2_z1", ("layer_0_expert_*",), "4 files are missing: layer_0_expert_0_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_r100_files_that_no_gap_in_numbers_tells(
+    tmp_path: Path, ckpt: Ckpt, fixture: str, gone: tuple[str, ...], said: str
+) -> None:
+    """R100: the last ranks, a layer, an expert, all of a kind: what is there looks regular, and is no whole step."""
+    source = _FIXTURES / fixture / "ckpt/global_step3"
+    copied(source, tmp_path / "global_step3", tmp_path / "global_step6")
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/global_step6\n"
+    for path in [path for pattern in gone for path in (tmp_path / "global_step6").glob(pattern)]:
+        path.unlink()
+    listed = ckpt("ls", tmp_path)
+    assert said in listed.text, listed.text
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/global_step3\n"
+    checked = ckpt("verify", tmp_path / "global_step6")
+    assert checked.status or "warning optimizer-lost" in checked.out, checked.text
+    if "1 file is missing" in said:
+        assert f"missing-file {said.rpartition(' ')[2]}" in checked.text, checked.text
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("mp_rank_00_001/*", "1 of 2 rank folders is missing, such as tensor-parallel rank 0 of stage 1"),
+        ("*/distrib_optim.pt", "no distrib_optim.pt is here"),
+    ],
+)
+def test_r100_ranks_that_a_run_of_megatron_had(tmp_path: Path, ckpt: Ckpt, gone: str, said: str) -> None:
+    """R100: the args of the first rank tell of stages behind the last that is there, and of a distributed optimizer."""
+    source = CHECKPOINTS / "legacy_vpp_p2v2/ckpt/iter_0000010"
+    copied(source, tmp_path / "iter_0000001", tmp_path / "iter_0000002")
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000002\n"
+    for path in (tmp_path / "iter_0000002").glob(gone):
+        path.unlink()
+    assert said in ckpt("ls", tmp_path).text
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000001\n"
+    checked = ckpt("verify", tmp_path / "iter_0000002")
+    assert said in checked.text, checked.text
+
+
+@pytest.mark.parametrize("gone", ["common.pt", "metadata.json", "output_layer.weight/0.0"])
+@pytest.mark.parametrize("fixture", ["old012_zarr_t2p1d1", "old012_fsms_t2p1d2"])
+def test_r100_what_megatron_needs_to_load(tmp_path: Path, ckpt: Ckpt, fixture: str, gone: str) -> None:
+    """R100: the common state, the file that is written last, a chunk of an array."""
+    source = CHECKPOINTS / fixture / "ckpt/iter_0000010"
+    if not (source / gone).exists():
+        gone = "__1_0.distcp"
+    copied(source, tmp_path / "iter_0000010", tmp_path / "iter_0000020")
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000020\n"
+    (tmp_path / "iter_0000020" / gone).unlink()
+    assert f"{gone} is missing" in ckpt("ls", tmp_path).text
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000010\n"
 
 
 def test_r103_the_newest_ones_are_suspect(tmp_path: Path, ckpt: Ckpt) -> None:

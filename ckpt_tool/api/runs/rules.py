@@ -14,6 +14,7 @@ from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._hf_index import parse_index
+from ckpt_tool.formats._missing import LackingReader
 from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, MetadataChecker, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.geometry.absent import absent_places
@@ -33,7 +34,9 @@ _MAX_METADATA_NBYTES = 64 << 20
 _MAX_TRACKER_NBYTES = 1024
 _EXAMPLES = 3
 # Readers whose manifest comes from metadata files alone, whatever the number of ranks.
-_READ_FROM_METADATA = frozenset({"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "orbax", "torchsnapshot"})
+_READ_FROM_METADATA = frozenset(
+    {"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "megatron-zarr", "orbax", "torchsnapshot"}
+)
 _UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/)CKPT_UNFINISHED$")
 
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
@@ -86,13 +89,15 @@ def judge(step: StepFiles, store: Store, url: str) -> Judgement:
     if not step.sizes:
         problems.append("an empty folder")
     problems += _by_names(step)
+    is_told_by_names = bool(problems)
     parts: list[tuple[str, str]] = []
     layouts: list[str] = []
     is_committed = False
     for folder, source, reader in sources:
         parts.append((folder, reader.name))
         read = _by_metadata(source, reader)
-        problems += [f"{folder}/{text}" if folder else text for text in read.problems]
+        found = (*read.problems, *(() if is_told_by_names else _lacking(source, reader)))
+        problems += [f"{folder}/{text}" if folder else text for text in found]
         is_committed = is_committed or read.manifest is not None
         layout = _layout(source.listing, read.manifest)
         layouts += [layout] if layout and layout not in layouts else []
@@ -206,6 +211,18 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
         if tag is not None and not any(path.startswith(f"{tag}/") for path in listing.sizes):
             problems.append(f"{tracker} names {tag}, which is not here")
     return _Read(tuple(problems), None)
+
+
+def _lacking(source: Source, reader: Reader) -> tuple[str, ...]:
+    """What a few of the files of ranks tell of the others."""
+    if not isinstance(reader, LackingReader):
+        return ()
+    try:
+        return reader.lacking(source)
+    except StorageError:
+        raise
+    except CkptError as error:
+        return (f"it cannot be read: {error}",)
 
 
 def _by_index(source: Source, path: str) -> Iterator[str]:

@@ -24,9 +24,13 @@ from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable
 from ckpt_tool.sizes import counted
 
-__all__ = ["checkpoint_findings", "copy_findings", "parameter_of"]
+__all__ = ["WITHOUT_OPTIMIZER", "checkpoint_findings", "copy_findings", "parameter_of"]
 
 _BLOCK_NBYTES = 8 << 20
+WITHOUT_OPTIMIZER = (
+    "no optimizer partition (*zero_pp_rank_*_optim_states.pt) is here, and ZeRO saved some: DeepSpeed cannot train on "
+    "from these files"
+)
 
 
 def checkpoint_findings(manifest: Manifest) -> Iterator[Finding]:
@@ -34,6 +38,8 @@ def checkpoint_findings(manifest: Manifest) -> Iterator[Finding]:
     for path in manifest.info.get("missing_files", ()):
         said = f"{path} is missing: its rank's part of the tensors is not here"
         yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
+    if manifest.info.get("optimizer_lost"):
+        yield Finding("optimizer-lost", Severity.WARNING, WITHOUT_OPTIMIZER)
     for name in manifest.info.get("absent_weights", ()):
         message = f"{name!r}: weight data absent (frozen?): the files have its name, not its elements"
         yield Finding("absent-weight", Severity.ERROR, message, fqn=f"module.{name}")

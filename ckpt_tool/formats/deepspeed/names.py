@@ -9,7 +9,7 @@ Only names are looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.numerals import numeral
@@ -31,6 +31,8 @@ __all__ = [
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+_MAX_EXPERTS = 4096
+"""As many names of absent experts of a layer are listed at most: their number is as the input says."""
 
 _N, _N2 = numeral(most=7), numeral(2, most=7)
 _MODEL = re.compile(rf"(?:zero_pp_rank_(?P<dp>{_N})_)?mp_rank_(?P<mp>{_N2})_model_states\.pt")
@@ -78,6 +80,7 @@ class ExpertFile:
     mp: int
     layer: int
     """Number among the layers with experts."""
+    expert: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +123,47 @@ class TagFiles:
     def missing_models(self, dp_world_size: int, mp_world_size: int) -> list[str]:
         """Paths of model files that should be there, given how the present ones are named."""
         is_split = any(file.dp is not None for file in self.models)
+        return self.model_paths(dp_world_size, mp_world_size, is_split=is_split)
+
+    def model_paths(self, dp_world_size: int, mp_world_size: int, *, is_split: bool) -> list[str]:
+        """The same where it is known whether each data-parallel rank has a file of its own."""
         known = {(file.mp, file.dp or 0) for file in self.models if is_split == (file.dp is not None)}
         return [
             f"{self.folder}{f'zero_pp_rank_{dp}_' if is_split else ''}mp_rank_{mp:02d}_model_states.pt"
             for mp, dp in absent_places(known, (mp_world_size, dp_world_size if is_split else 1)).first
+        ]
+
+    def missing_layers(self, layers: Iterable[int], tp_world_size: int) -> list[str]:
+        """Paths of files of these layers and of those that are there, of each tensor-parallel rank that writes its own.
+
+        >>> tag_files(["layer_00-model_states.pt"], "").missing_layers([0, 2], 1)
+        ['layer_02-model_states.pt']
+        """
+        is_cut = any(file.tp is not None for file in self.layers)
+        known = {(file.layer, file.tp or 0) for file in self.layers}
+        return [
+            f"{self.folder}layer_{layer:02d}-{f'model_{tp:02d}-' if is_cut else ''}model_states.pt"
+            for layer in sorted({*layers, *(layer for layer, _ in known)})
+            for tp in range(tp_world_size if is_cut else 1)
+            if (layer, tp) not in known
+        ]
+
+    def missing_experts(self, counts: Sequence[int]) -> list[str]:
+        """Paths of files of experts, given how many each layer has; of each model-parallel rank that has some.
+
+        >>> tag_files([f"layer_0_expert_{n}_mp_rank_00_model_states.pt" for n in (0, 2)], "").missing_experts([3])
+        ['layer_0_expert_1_mp_rank_00_model_states.pt']
+        """
+        is_numbered = not any(file.path.startswith(f"{self.folder}expert_") for file in self.experts)
+        ranks = sorted({file.mp for file in self.experts or self.models})
+        known = {(file.layer, ranks.index(file.mp), file.expert) for file in self.experts}
+        return [
+            f"{self.folder}{f'layer_{layer}_' if is_numbered else ''}expert_{expert}_mp_rank_{ranks[at]:02d}"
+            "_model_states.pt"
+            for layer, count in enumerate(counts)
+            for at, expert in absent_places(
+                [(at, expert) for own, at, expert in known if own == layer], (len(ranks), count), at_most=_MAX_EXPERTS
+            ).first
         ]
 
 
@@ -148,8 +188,7 @@ def tag_files(paths: Iterable[str], folder: str) -> TagFiles:
         elif found := _LAYER.fullmatch(name):
             layers.append(LayerFile(path, int(found["layer"]), None if found["tp"] is None else int(found["tp"])))
         elif found := _EXPERT.fullmatch(name):
-            layer = int(found["layer"] or 0)
-            experts.append((layer, int(found["expert"]), ExpertFile(path, int(found["mp"]), layer)))
+            experts.append(ExpertFile(path, int(found["mp"]), int(found["layer"] or 0), int(found["expert"])))
         elif _EXPERT_OPTIM.fullmatch(name):
             expert_optims.append(path)
     return TagFiles(
@@ -157,7 +196,7 @@ def tag_files(paths: Iterable[str], folder: str) -> TagFiles:
         models=tuple(sorted(models, key=lambda file: (file.mp, -1 if file.dp is None else file.dp))),
         optims=tuple(sorted(optims, key=lambda file: (file.mp, file.dp))),
         layers=tuple(sorted(layers, key=lambda file: (file.layer, file.tp or 0))),
-        experts=tuple(file for _, _, file in sorted(experts, key=lambda one: (one[0], one[1], one[2].mp))),
+        experts=tuple(sorted(experts, key=lambda file: (file.layer, file.expert, file.mp))),
         expert_optims=tuple(sorted(expert_optims)),
         offloaded=tuple(offloaded),
     )

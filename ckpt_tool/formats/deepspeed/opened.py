@@ -18,7 +18,8 @@ from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.deepspeed.autoep import apart, packed_experts, paddings_apart
-from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, TagFiles
+from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, ModelFile, TagFiles
+from ckpt_tool.formats.deepspeed.ranks import tp_world_size_of, world_sizes
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
@@ -38,7 +39,7 @@ __all__ = [
 INFO_FILE = "universal_checkpoint_info.json"
 INFO_KEY = "universal_checkpoint_info"
 _MAX_NUMEL = 1 << 60
-_MAX_RANKS = 1 << 22
+_MAX_LISTED = 1 << 16
 Shape = tuple[int, ...]
 
 
@@ -153,13 +154,8 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
     packed = packed_experts(root, models[0].file.path)
     if packed:
         models, optims = _experts_apart(models, optims, packed)
-    mp_world_size = max(_count(root, "mp_world_size"), 1 + max(files.mp_ranks))
     counts = [count for state in optims for count in state.partition_count]
-    dp_world_size = max([_count(root, "dp_world_size"), 1 + max((f.dp for f in files.optims), default=0), *counts])
-    if dp_world_size * mp_world_size > _MAX_RANKS:
-        raise FormatError(
-            f"says that {dp_world_size:,} x {counted(mp_world_size, 'rank')} wrote it", where=models[0].file.path
-        )
+    mp_world_size, dp_world_size = world_sizes(files, root, models[0].file.path, counts)
     info, info_in = _universal_info(source, files, models)
     return Checkpoint(
         files=files,
@@ -168,7 +164,7 @@ def open_checkpoint(source: Source, files: TagFiles) -> Checkpoint:
         layers=tuple(layers),
         experts=tuple(experts),
         mp_world_size=mp_world_size,
-        tp_world_size=_tp_world_size(root, files, mp_world_size),
+        tp_world_size=tp_world_size_of(root, files, mp_world_size),
         dp_world_size=dp_world_size,
         universal_info=info,
         universal_info_in=info_in,
@@ -217,18 +213,32 @@ def _check_ranks(optims: Sequence[OptimState]) -> None:
             )
 
 
-def open_models(source: Source, files: TagFiles) -> list[ModelState]:
-    """The model states: three requests each."""
+def open_models(source: Source, files: TagFiles, only: Sequence[ModelFile] | None = None) -> list[ModelState]:
+    """The model states, all or ``only`` some: three requests each.
+
+    Raises:
+        NotFound: there is none; it has the files that should be there.
+    """
     if not files.models:
-        expected = files.missing_models(1, max(files.mp_ranks, default=0) + 1)
+        expected = _absent_models(source, files)
         raise NotFound(
-            f"no model states, which name the parameters; missing files: {', '.join(expected[:4])}",
+            f"no model states, which name the parameters; missing files: {', '.join(expected[:4])}"
+            + (f" and {len(expected) - 4:,} more" if len(expected) > 4 else ""),
             where=source.listing.url,
             hint="fetch them too: they are small at stage 3 and hold the weights at stages 1 and 2",
             files=tuple(expected),
         )
-    opened = open_torch_files(source, [file.path for file in files.models])
-    return [_model(found, file.mp, file.dp) for file, found in zip(files.models, opened, strict=True)]
+    wanted = files.models if only is None else only
+    opened = open_torch_files(source, [file.path for file in wanted])
+    return [_model(found, file.mp, file.dp) for file, found in zip(wanted, opened, strict=True)]
+
+
+def _absent_models(source: Source, files: TagFiles) -> list[str]:
+    """Paths of model states where there is none: at stage 3, which one partition tells, each rank has its own."""
+    first = files.optims[0]
+    state = _optim(open_torch_files(source, [first.path])[0], first.mp, first.dp)
+    dp_world_size = max([1 + max(file.dp for file in files.optims), *state.partition_count])
+    return files.model_paths(min(dp_world_size, _MAX_LISTED), max(files.mp_ranks) + 1, is_split=state.is_per_parameter)
 
 
 def _universal_info(source: Source, files: TagFiles, models: Sequence[ModelState]) -> tuple[object, str]:
@@ -240,22 +250,6 @@ def _universal_info(source: Source, files: TagFiles, models: Sequence[ModelState
         if path in source.listing:
             return read_json(source, path), path
     return None, ""
-
-
-def _tp_world_size(root: Mapping[str, Any], files: TagFiles, mp_world_size: int) -> int:
-    degrees = root.get("checkpoint_parallel_dimensions")
-    if isinstance(degrees, Mapping) and _count(degrees, "tp_degree"):
-        tp = _count(degrees, "tp_degree")
-    elif files.layers:
-        tp = 1 + max(file.tp or 0 for file in files.layers)
-    else:
-        tp = mp_world_size
-    if mp_world_size % tp:
-        raise FormatError(
-            f"{counted(mp_world_size, 'model-parallel rank', 'are')} no multiple of {tp:,} tensor-parallel ones",
-            where=files.models[0].path,
-        )
-    return tp
 
 
 def _model(file: TorchFile, mp: int, dp: int | None) -> ModelState:
@@ -364,11 +358,6 @@ def _ints(value: object, what: str, where: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or any(type(n) is not int or not 0 <= n < _MAX_NUMEL for n in value):
         raise FormatError(f"{what}: expected a list of numbers, got {value!r:.80}", where=where)
     return tuple(value)
-
-
-def _count(fields: Mapping[str, Any], key: str) -> int:
-    value = fields.get(key)
-    return value if type(value) is int and 0 < value < 1 << 24 else 0
 
 
 def number_of(value: object) -> int | None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._missing import missing_text
 from ckpt_tool.formats._replicas import COPIES, MAX_COPY_NBYTES
 from ckpt_tool.formats._torch_file.described import manifest_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build
+from ckpt_tool.formats.deepspeed.expected import lacks_optimizer, missing_files, told_by_few
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
-from ckpt_tool.formats.deepspeed.findings import checkpoint_findings, copy_findings, parameter_of
+from ckpt_tool.formats.deepspeed.findings import WITHOUT_OPTIMIZER, checkpoint_findings, copy_findings, parameter_of
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import weights_of
-from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below
+from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, TagFiles, tag_files, tags_below
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, open_checkpoint
 from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Manifest
@@ -73,7 +75,13 @@ class DeepSpeedReader(TorchFilesReader):
         placement = placement_of(found, weights)
         built = build(found, placement, weights)
         built.assembly.mesh = mesh_of(found)
-        missing = _missing(found)
+        missing = missing_files(
+            found.files,
+            found.models,
+            mp_world_size=found.mp_world_size,
+            tp_world_size=found.tp_world_size,
+            dp_world_size=found.dp_world_size,
+        )
         has_states = found.first.root.get("optimizer") is not None
         add_notes(found, built, weights, placement, missing, has_states=has_states)
         if LATEST_UNIVERSAL in source.listing:
@@ -88,6 +96,8 @@ class DeepSpeedReader(TorchFilesReader):
             )
         stage = found.optims[0].stage if found.optims else 3 if weights.is_stage3 else 0
         info = facts_of(found, located, built, weights, placement, missing, stage=stage)
+        if lacks_optimizer(found.files, found.models):
+            info["optimizer_lost"] = True
         manifest = manifest_of(self.name, source.listing.url, found.opened, built.entries, built.assembly, info)
         small = (manifest.tensors.nbytes <= MAX_COPY_NBYTES).tolist()
         copies = [fqn for fqn, is_small in zip(manifest.tensors.fqns, small, strict=True)
@@ -95,6 +105,12 @@ class DeepSpeedReader(TorchFilesReader):
         if copies:
             manifest = manifest.replace(info={**manifest.info, COPIES: copies})
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
+
+    def lacking(self, source: Source) -> tuple[str, ...]:
+        """What one model state tells, of a pipeline one of each stage: three requests each."""
+        missing, is_without = told_by_few(source, _located(source)[0])
+        said = [missing_text(missing)] if missing else []
+        return (*said, *([WITHOUT_OPTIMIZER] if is_without else ()))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing files, absent weights, and copies that differ: these are read."""
@@ -108,21 +124,19 @@ class DeepSpeedReader(TorchFilesReader):
         yield from archive_findings(source, manifest)
 
 
-def _opened(source: Source) -> tuple[Checkpoint, Located]:
+def _located(source: Source) -> tuple[TagFiles, Located]:
     refuse_single_file(source)
     here = tag_files(source.listing.sizes, "")
     located = Located("", None) if here.is_any else locate(source, LATEST)
     files = tag_files(source.listing.sizes, located.folder)
     if not files.is_any:
         raise NotFound("no model states and no optimizer partitions", where=f"{source.listing.url}/{located.folder}")
+    return files, located
+
+
+def _opened(source: Source) -> tuple[Checkpoint, Located]:
+    files, located = _located(source)
     return open_checkpoint(source, files), located
-
-
-def _missing(found: Checkpoint) -> list[str]:
-    return [
-        *found.files.missing_models(found.dp_world_size, found.mp_world_size),
-        *found.files.missing_optims(found.dp_world_size, found.mp_world_size),
-    ]
 
 
 READER = DeepSpeedReader()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tool.errors import FormatError, LayoutError, NotFound
@@ -16,6 +16,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.formats.megatron.gathered import bucket_ends
 from ckpt_tool.formats.megatron.keys import state_name
+from ckpt_tool.formats.megatron.parameter_groups import own_groups
 from ckpt_tool.formats.megatron.rank_files import OPTIMIZER_FILE, Grid
 from ckpt_tool.formats.megatron.rank_model import Coord, Member, RankModel
 from ckpt_tool.formats.megatron.rank_state import buffers_of, states_of, stored_buffers
@@ -26,7 +27,12 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted_of
 
-__all__ = ["RankOptimizer", "add_member", "read_optimizer"]
+__all__ = ["WITHOUT_OPTIMIZER", "RankOptimizer", "add_member", "lacks_state", "read_optimizer"]
+
+WITHOUT_OPTIMIZER = (
+    f"no {OPTIMIZER_FILE} is here, and the distributed optimizer of the run was saved: Megatron cannot train on from "
+    "these files but with --no-load-optim"
+)
 
 
 @dataclass
@@ -38,6 +44,8 @@ class RankOptimizer:
     """``distrib_optim``, ``not distributed``, or None without state."""
     undecoded: str | None = None
     """Why the state is not in the shape of the weights."""
+    is_lost: bool = False
+    """There was some, in files that are not here."""
 
 
 def add_member(
@@ -90,7 +98,7 @@ def read_optimizer(
     else:
         states = {coord: (file, file.root.get("optimizer")) for coord, file in files.items()}
         if not any(has_whole_state(state) for _, state in states.values()):
-            return RankOptimizer()
+            return RankOptimizer(is_lost=lacks_state(source, facts, files.values()))
         found = RankOptimizer(form="not distributed")
         tried = (
             (coord, file, whole_states(state, _members(model, coord), is_apart=facts.parts_experts, where=file.path))
@@ -104,6 +112,15 @@ def read_optimizer(
         found.undecoded = str(error)
         found.rows = _as_it_lies(grid, states)
     return found
+
+
+def lacks_state(source: Source, facts: Facts, files: Iterable[TorchFile]) -> bool:
+    """Whether a distributed optimizer was saved, as the groups in files of weights say, and no part of it is here."""
+    if not facts.use_distributed_optimizer or any(path.endswith(f"/{OPTIMIZER_FILE}") for path in source.listing.sizes):
+        return False
+    entries = [file.root.get("optimizer") for file in files if isinstance(file.root, Mapping)]
+    parts = [part for entry in entries for part in (entry if isinstance(entry, list) else [entry])]
+    return any(own_groups(part) for part in parts) and not any(map(has_whole_state, parts))
 
 
 def _members(model: RankModel, coord: Coord) -> list[Member]:

@@ -33,7 +33,13 @@ from ckpt_tool.formats.megatron.rank_files import (
     rank_folders,
 )
 from ckpt_tool.formats.megatron.rank_model import Coord, RankModel, model_chunks
-from ckpt_tool.formats.megatron.rank_optimizer import RankOptimizer, add_member, read_optimizer
+from ckpt_tool.formats.megatron.rank_optimizer import (
+    WITHOUT_OPTIMIZER,
+    RankOptimizer,
+    add_member,
+    lacks_state,
+    read_optimizer,
+)
 from ckpt_tool.formats.megatron.rank_whole_state import has_whole_state, without_whole_state
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.overlaps import exact_duplicates
@@ -118,8 +124,28 @@ class MegatronLegacyReader(TorchFilesReader):
         optimizer = read_optimizer(inner, grid, facts, model, files)
         return _manifest(self.name, source, location, common, facts, model, rows, optimizer, files, grid)
 
+    def lacking(self, source: Source) -> tuple[str, ...]:
+        """What the file of the first rank tells: three requests, and one for NeMo's settings."""
+        location = locate(source, _is_complete, _is_ours)
+        if location is None:
+            return ()
+        inner = within(source, location.folder)
+        folders = rank_folders(inner.listing.sizes)
+        with places_below(location.folder):
+            first = open_torch_files(inner, [folders[0].path])[0]
+        facts = _nemo_facts(inner) if folders[0].is_nemo else _common(first).facts
+        said = [WITHOUT_OPTIMIZER] if lacks_state(inner, facts, [first]) else []
+        if facts.pp is not None:  # else only the names of tensors of all ranks tell
+            try:
+                grid_of(folders, facts, {})
+            except NotFound as error:
+                said.append(error.message)
+        return tuple(said)
+
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
-        """Copies that ranks hold of the same box and that differ; optimizer state that could not be placed."""
+        """Copies of the same box that differ; optimizer state that is gone, or could not be placed."""
+        if manifest.info.get("optimizer_lost"):
+            yield Finding("optimizer-lost", Severity.WARNING, WITHOUT_OPTIMIZER)
         undecoded = manifest.info.get("optimizer_undecoded")
         if undecoded:
             yield Finding("optimizer-undecoded", Severity.WARNING, f"optimizer state is left out of place: {undecoded}")
@@ -222,6 +248,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         "folder": location.folder or None,
         "optimizer_form": optimizer.form,
         "optimizer_undecoded": optimizer.undecoded,
+        "optimizer_lost": optimizer.is_lost or None,
         "layer_stages": model.stages,
         "args": facts.described() or None,
         "int_keyed_dicts": list(common.int_keyed) or None,

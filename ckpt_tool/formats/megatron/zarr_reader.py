@@ -179,6 +179,10 @@ class MegatronZarrReader:
         yield from common_checksums(source, manifest)
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """See ``check_metadata``: there is nothing else."""
+        yield from self.check_metadata(source, manifest)
+
+    def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Chunk files and pieces of objects that are missing, and a missing common state."""
         yield from common_findings(manifest.info)
         for path in _absent_pieces(source.listing.paths):

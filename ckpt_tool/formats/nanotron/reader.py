@@ -16,6 +16,7 @@ from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._columns import Columns
 from ckpt_tool.formats._dcp.objects import load_blobs
 from ckpt_tool.formats._json import read_json_object
+from ckpt_tool.formats._missing import missing_text
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._safetensors.stored import read_headers
 from ckpt_tool.formats._torch_file import headers
@@ -116,6 +117,13 @@ class NanotronReader:
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """Those of the optimizer's files; safetensors has none."""
         return headers.checksums(source, manifest)
+
+    def lacking(self, source: Source) -> tuple[str, ...]:
+        """What names tell; one small request where there is a tracker."""
+        folder = step_folder(source)
+        prefix = f"{folder}/" if folder else ""
+        missing = lacking_files(path[len(prefix) :] for path in source.listing.sizes if path.startswith(prefix))
+        return (missing_text(missing),) if missing else ()
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Nothing: what could contradict was refused by ``read``, and coverage is compared for every format."""
