@@ -1,4 +1,4 @@
-"""What ``config.json`` says that a model has, against the names of its weights: layers, output head, vocabulary.
+"""What ``config.json`` says that a model has, against its weights: layers, output head, vocabulary, sizes.
 
 A shard that was lost with its entries in the index leaves files that agree with each other; the config does not. Knows
 names and shapes; reads nothing.
@@ -26,6 +26,11 @@ _KNOWN = frozenset({
 _N_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MIXED = ("first_k_dense_replace", "mlp_only_layers", "quantization_config")
 """Layers of such models differ from each other by design; those of a ``decoder_sparse_step`` above 1 too."""
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OF_HIDDEN = re.compile(
+    r"(?:^|\.)(?:(?P<norm>(?:input|post_attention)_layernorm|model\.norm)|(?P<to>(?:o|down)_proj)"
+    r"|(?P<of>q|k|v|gate|up)_proj)\.weight$"
+)
 _MAX_LAYERS = 100_000
 _SHOWN = 3
 
@@ -38,6 +43,8 @@ def model_findings(manifest: Manifest) -> Iterator[Finding]:
     text, _ = text_config(config)
     severity = Severity.ERROR if str(config.get("model_type")) in _KNOWN else Severity.WARNING
     yield from _layers(manifest, text, severity)
+    if severity is Severity.ERROR and "quantization_config" not in config:
+        yield from _shapes(manifest, text)
     embedding, head = embedding_and_head(manifest.tensors.index)
     if embedding is None:
         return
@@ -80,6 +87,37 @@ def _layers(manifest: Manifest, config: Mapping[str, Any], severity: Severity) -
         if lacking:
             said = f"layers of {name} have {rest!r}, but {len(lacking):,} of {len(held):,} lack it: {_some(lacking)}"
             yield Finding("missing-tensor", severity, said, fqn=f"{name}.{lacking[0]}.{rest}")
+
+
+def _shapes(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Weights of other shapes than the config's sizes make them, as a rank's part is, or what was flattened."""
+    sizes = {key: config[key] for key in _SIZES if type(config.get(key)) is int and config[key] > 0}
+    hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
+    if hidden is None:
+        return
+    head_dim = sizes.get("head_dim", hidden // heads if heads else None)
+    is_latent = "kv_lora_rank" in config  # whose heads have two sizes
+    rows = {
+        "q": heads * head_dim if heads and head_dim and not is_latent else None,
+        "k": sizes.get("num_key_value_heads", heads or 0) * (head_dim or 0) or None,
+    }
+    for row, fqn in enumerate(manifest.tensors.fqns):
+        found = _OF_HIDDEN.search(fqn)
+        if found is None:
+            continue
+        shape = manifest.tensors.shape_of(row)
+        if found["norm"]:
+            expected: tuple[int | None, ...] = (hidden,)
+        elif found["to"]:
+            expected = (hidden, None)
+        else:
+            expected = (rows.get("k" if found["of"] == "v" else found["of"]), hidden)
+        if len(shape) != len(expected) or any(
+            want not in (None, got) for want, got in zip(expected, shape, strict=True)
+        ):
+            wanted = ", ".join("any" if want is None else str(want) for want in expected)
+            said = f"config.json's sizes make {fqn!r} [{wanted}], but it is {list(shape)}: no program loads it"
+            yield Finding("config-shape", Severity.ERROR, said, fqn=fqn)
 
 
 def _some(numbers: list[int]) -> str:
