@@ -11,7 +11,7 @@ from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["Matched", "NamingMatch", "choose_naming", "match_names", "matches_of"]
+__all__ = ["Matched", "NamingMatch", "choose_naming", "match_names", "matches_of", "nearest_naming"]
 
 _N_LISTED = 10
 
@@ -76,6 +76,19 @@ def choose_naming(fqns: Iterable[str], *, family: str | None, must_fit: bool = T
             hint=f"choose with --family {' or --family '.join(naming.family for naming in equal)}",
         )
     return NamingMatch(equal[0], f"names are {equal[0].name}'s: rules cover {best:,} of {len(readings):,}")
+
+
+def nearest_naming(fqns: Iterable[str]) -> str | None:
+    """Of names that fit none, the naming that lacks least and covers half of them at least, and why it does not fit."""
+    readings = [[spelling.parameter for spelling in spellings(fqn, {})] for fqn in fqns]
+    ranked: list[tuple[int, int, str]] = []
+    for naming in builtin_namings().values():
+        lacking = [pattern.pattern for pattern in naming.detect if not _occurs(pattern, readings)]
+        covered = sum(any(r.pattern.fullmatch(name) for r in naming.rules for name in names) for names in readings)
+        if lacking and not naming.only_asked and 2 * covered >= len(readings) > 0:
+            said = f"rules of {naming.name} cover {covered:,} of {len(readings):,}, but none fits {lacking[0]!r}"
+            ranked.append((len(lacking), -covered, said))
+    return min(ranked)[2] if ranked else None
 
 
 def _occurs(pattern: re.Pattern[str], readings: Iterable[Iterable[str]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.formats.megatron.build import DistWriter, add_weights, common_state, legacy_files
+from tests.formats.megatron.places import CHECKPOINTS
 from tests.formats.megatron.run import Run
 from tests.reports.conftest import Ckpt
 from tests.reports.made import put
@@ -97,6 +99,17 @@ def test_r34_layers_that_are_not_there(ckpt: Ckpt, tmp_path: Path) -> None:
     headless = put(tmp_path / "headless", run_files(Run(is_tied=True), untie_embeddings_and_output_weights=True))
     refused = ckpt("export", headless, tmp_path / "out")
     assert (refused.status, "the output layer is not there" in refused.text) == (3, True)
+
+
+def test_names_that_are_kept_are_said_to_be(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A model of Megatron's that lost its embedding fits no family: that its names stay Megatron's is said."""
+    source = CHECKPOINTS / "old012_zarr_t2p1d1/ckpt/iter_0000010"
+    shutil.copytree(source, tmp_path / "in", ignore=shutil.ignore_patterns("embedding.word_embeddings.weight"))
+    done = ckpt("export", tmp_path / "in", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert "names are kept as they are, as they fit no family (rules of megatron-llama cover 8 of 8" in done.text
+    assert "names are kept" not in ckpt("export", source, tmp_path / "whole").text
+    assert "names are kept" not in ckpt("export", source, tmp_path / "asked", "--family", "none").text
 
 
 def test_r35_tied_embeddings(ckpt: Ckpt, tmp_path: Path) -> None:

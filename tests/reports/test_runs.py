@@ -36,6 +36,28 @@ def test_r68_tracker_ahead(tmp_path: Path, ckpt: Ckpt) -> None:
     assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000010\n"
 
 
+@pytest.mark.parametrize("text", [b"", b"\n", b"global_step99", b"a/b"])
+def test_a_tracker_of_deepspeed_that_names_nothing(tmp_path: Path, ckpt: Ckpt, text: bytes) -> None:
+    """DeepSpeed's ``latest``, cut or of a step that was removed: steps that are there are named, and one to type."""
+    copied(DEEPSPEED, *(tmp_path / f"global_step{n}" for n in (9, 10)))
+    put(tmp_path, {"latest": text})
+    refused = ckpt("verify", tmp_path)
+    assert refused.status == 3
+    assert f"{tmp_path}/latest: {'names' if b'99' in text else 'expected'}" in refused.err
+    assert f'give the folder of a step: "{tmp_path}/global_step10" (beside it: global_step9)' in refused.text
+
+
+@pytest.mark.parametrize("text", [b"", b"iter_0000010"])
+def test_a_tracker_of_megatron_that_names_nothing(tmp_path: Path, ckpt: Ckpt, text: bytes) -> None:
+    """Megatron's tracker with anything but a number: the iterations that are there, and one to type."""
+    source = CHECKPOINTS / "legacy_vpp_p2v2/ckpt/iter_0000010"
+    copied(source, tmp_path / "iter_0000010", tmp_path / "iter_0000020")
+    put(tmp_path, {"latest_checkpointed_iteration.txt": text})
+    refused = ckpt("verify", tmp_path)
+    assert (refused.status, "expected an iteration's number or 'release'" in refused.err) == (3, True)
+    assert f'a folder of iter_0000010, iter_0000020: "{tmp_path}/iter_0000020"' in refused.text
+
+
 def test_r100_one_status_each(tmp_path: Path, ckpt: Ckpt) -> None:
     """R100: whole, no metadata, empty shard, missing rank file, temporary files, missing optimizer: a reason each."""
     titan(tmp_path, "step-10", "step-20", "step-30", "step-40", "step-50", "step-60", "step-70.tmp")

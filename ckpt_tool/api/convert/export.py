@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     whole_boxes,
 )
-from ckpt_tool.api.convert.hf_names import HfNames, with_hf_names
+from ckpt_tool.api.convert.hf_names import HfNames, of_model, with_hf_names
 from ckpt_tool.api.convert.names import beside_model_notes, module_names, renamed
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import by_name
@@ -31,6 +31,7 @@ from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import PlacingWriter, WriterOptions
 from ckpt_tool.formats.registry import writer as writer_named
+from ckpt_tool.layout.naming_match import nearest_naming
 from ckpt_tool.layout.origins import origins_of, renaming_views
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
@@ -200,7 +201,18 @@ def _with_names(checkpoint: Checkpoint, manifest: Manifest, wanted: NamesOptions
     # A tensor that is all there is has no keys to be named by.
     names = [(fqn, name or fqn) for fqn, name in zip(manifest.tensors.fqns, module_names(paths), strict=True)]
     views = renaming_views(manifest, names) if any(old != new for old, new in names) else ()
-    return HfNames(renamed(manifest, dict(names)), (), beside_model_notes(paths), views, {})
+    notes = (*beside_model_notes(paths), *_kept_names(checkpoint.manifest, wanted))
+    return HfNames(renamed(manifest, dict(names)), (), notes, views, {})
+
+
+def _kept_names(manifest: Manifest, wanted: NamesOptions) -> Iterator[str]:
+    """That names are not those of transformers, where the user may well think so: it was looked for, and not found."""
+    if wanted.family == "none":
+        return
+    nearest = nearest_naming(of_model(manifest))
+    if nearest is not None or manifest.format.startswith("megatron"):
+        because = "" if nearest is None else f" ({nearest})"
+        yield f"names are kept as they are, as they fit no family{because}; --naming FILE gives them others"
 
 
 def _first_bytes(manifest: Manifest) -> dict[str, int]:

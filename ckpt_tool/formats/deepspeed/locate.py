@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files, tags_below, what_file
@@ -10,6 +12,8 @@ from ckpt_tool.records import dataclass
 __all__ = ["Located", "locate", "refuse_single_file", "single_file_text"]
 
 _MAX_TRACKER_NBYTES = 1024
+_SHOWN = 4
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +37,21 @@ def locate(source: Source, tracker: str) -> Located:
         return Located("", None)
     raw = source.head(tracker, _MAX_TRACKER_NBYTES)
     tag = _tag(raw)
+    where = f"{source.listing.url.rstrip('/')}/{tracker}"
     if tag is None:
-        raise FormatError(f"expected the name of a folder, got {raw[:40]!r}", where=tracker)
+        raise FormatError(f"expected the name of a folder, got {raw[:40]!r}", where=where, hint=_hint(source))
     folder = tag + "/"
     if not any(path.startswith(folder) for path in source.listing.sizes):
-        here = tags_below(source.listing)
-        url = source.listing.url.rstrip("/")
-        raise NotFound(
-            f"names {tag!r}, and there is no such folder here",
-            where=f"{url}/{tracker}",
-            hint=f'give one of the folders that are: "{url}/{here[-1]}"' if here else "the copy is not complete",
-        )
+        raise NotFound(f"names {tag!r}, and there is no such folder here", where=where, hint=_hint(source))
     return Located(folder, tag)
+
+
+def _hint(source: Source) -> str:
+    """Folders that could be meant, where the tracker names none."""
+    here = sorted(tags_below(source.listing), key=lambda tag: [int(n) for n in _NUMBER.findall(tag)])
+    url = source.listing.url.rstrip("/")
+    more = f" (beside it: {', '.join(here[-1 - _SHOWN : -1])})" if len(here) > 1 else ""
+    return f'give the folder of a step: "{url}/{here[-1]}"{more}' if here else "the copy is not complete"
 
 
 def _tag(raw: bytes) -> str | None:

@@ -108,7 +108,9 @@ def _tracked(source: Source, found: Collection[str], complete: list[str]) -> Loc
     text = source.head(TRACKER, _MAX_TRACKER_NBYTES).decode("ascii", "replace").strip()
     where = f"{source.listing.url.rstrip('/')}/{TRACKER}"
     if nbytes > _MAX_TRACKER_NBYTES or not (text == "release" or text.isdecimal()):
-        raise FormatError(f"expected an iteration's number or 'release', got {text[:40]!r}", where=where)
+        url = source.listing.url.rstrip("/")
+        hint = f'put one there, or name a folder of {_listed(complete)}: "{url}/{complete[-1]}"' if complete else None
+        raise FormatError(f"expected an iteration's number or 'release', got {text[:40]!r}", where=where, hint=hint)
     folder = text if text == "release" else f"iter_{int(text):07d}"
     if folder in complete:
         ordered = list(found)

@@ -148,7 +148,7 @@ def test_a_tracker_of_another_step() -> None:
     assert detect(source) is READER
     with pytest.raises(NotFound, match="names 'global_step9', and there is no such folder here") as error:
         READER.read(source)
-    assert error.value.hint == 'give one of the folders that are: "memory:/global_step7"'
+    assert error.value.hint == 'give the folder of a step: "memory:/global_step7"'
 
 
 def test_no_model_states() -> None:
