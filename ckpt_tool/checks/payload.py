@@ -6,6 +6,7 @@ A part that fails becomes a finding, and the rest goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: E
     """
     there = restricted(manifest, extents.has_chunk, extents.has_blob)
     resolved, findings = resolve_all(reader, source, there)
-    findings += _caught(lambda: reader.check(source, resolved))
+    findings += _caught(lambda: reader.check(source, resolved), source)
     after = measure(resolved, source.listing)
     if not is_resolved(there).all():  # item ranges were judged before, payload ranges are new
         findings += extent_findings(resolved, source.listing, after)
@@ -70,16 +71,17 @@ def check_headers(reader: Reader, source: Source, manifest: Manifest, extents: E
 def check_metadata(reader: Reader, source: Source, manifest: Manifest) -> Iterator[Finding]:
     """What files of metadata and headers of files contradict, where the format has several; no payload is read."""
     if isinstance(reader, MetadataChecker):
-        yield from _caught(lambda: reader.check_metadata(source, manifest))
+        yield from _caught(lambda: reader.check_metadata(source, manifest), source)
 
 
-def _caught(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def _caught(check: Callable[[], Iterable[Finding]], source: Source) -> Iterator[Finding]:
     try:
         yield from check()
     except StorageError:
         raise
     except CkptError as error:
-        yield finding_of(error, "check-failed")
+        found, path = finding_of(error, "check-failed"), source.listing.named(error.where)
+        yield found if path is None else replace(found, where=FileRange(path, 0, 0))
 
 
 def check_content(

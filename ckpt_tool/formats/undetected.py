@@ -9,7 +9,7 @@ from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stand_in, what_is
 from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content, telling_files
 from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
-from ckpt_tool.formats.lacking import lacking_files
+from ckpt_tool.formats.lacking import empty_metadata, lacking_files
 from ckpt_tool.formats.registry import readers
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.above import broken_links, folders_above
@@ -100,6 +100,16 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
             f"no checkpoint itself, but its folders hold some: {listed}{more}",
             where=url,
             hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
+        )
+    empty = empty_metadata(source.listing)
+    if empty:
+        others = f"; so {counted(len(empty) - 1, 'other is', 'others are')}" if len(empty) > 1 else ""
+        return NotFound(
+            f"{empty[0]} is an empty file, and nothing else tells what the other files hold: the disk was full, or the "
+            f"copy did not end{others}",
+            where=url,
+            hint=f"fetch it again; ckpt verify {url} --plan-fetch lists all",
+            files=tuple(empty),
         )
     if stand_in is not None:
         other = content_of(source.head(stand_in, HEAD_NBYTES)) or Content("something else")

@@ -115,8 +115,9 @@ def _paths(source: Source) -> list[str]:
         return []
     missing = absent_numbers(found, max(found) + 1, at_most=_SHOWN)
     if missing:
-        listed = ", ".join(f"consolidated.{number:02d}.pth" for number in missing)
-        raise NotFound(f"{listed} missing beside {counted(len(found), 'file')}", where=source.listing.url)
+        names = tuple(f"consolidated.{number:02d}.pth" for number in missing)
+        said = f"{', '.join(names)} missing beside {counted(len(found), 'file')}"
+        raise NotFound(said, where=source.listing.url, hint="fetch what is missing", files=names)
     return [found[number] for number in sorted(found)]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt_tool.formats._dcp.checks import file_findings, item_of
 from ckpt_tool.formats._dcp.metadata import rank_metadata
+from ckpt_tool.formats._dcp.table import rank_of
 from ckpt_tool.formats._replicas import COPIES
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.copies import copy_findings
@@ -54,7 +55,8 @@ def metadata_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
         said = f"{_MEGATRON_CONFIG} is missing beside {common}: Megatron writes it last and needs it to load"
         yield Finding("missing-metadata", Severity.ERROR, said, where=FileRange(_MEGATRON_CONFIG, 0, 0))
     ranks = {rank for path in metadata_paths(source) if (rank := rank_metadata(path)) is not None}
-    for rank in absent_numbers(ranks, max(ranks, default=-1) + 1, at_most=_NAMES_SHOWN):
+    writers = {rank_of(path) for path in source.listing.paths if source.listing.nbytes(path)} if ranks else set()
+    for rank in absent_numbers(ranks, max(ranks | writers, default=-1) + 1, at_most=_NAMES_SHOWN):
         yield Finding(
             "missing-metadata",
             Severity.ERROR,

@@ -17,6 +17,8 @@ from ckpt_tool.storage.subfolder import Subfolder, sublisting
 __all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_OF_BYTECHECKPOINT = "global_step_"
+"""Folders of ByteCheckpoint, which calls its tracker alike."""
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
 _MAX_TRACKER_NBYTES = 64
 _SHOWN = 8
@@ -93,7 +95,7 @@ def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], boo
         return None
     found = iterations(listing.sizes)
     complete = [folder for folder, files in found.items() if is_complete(files)]
-    if TRACKER in listing:
+    if TRACKER in listing and (found or not any(path.startswith(_OF_BYTECHECKPOINT) for path in listing.sizes)):
         return _tracked(source, found, complete)
     if not complete:
         return None

@@ -15,7 +15,7 @@ from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["VALUES", "FileSet", "StoredFile", "find_files", "ranks_by_item"]
+__all__ = ["VALUES", "FileSet", "StoredFile", "find_files", "ranks_by_item", "ranks_by_name"]
 
 VALUES = "_values"
 """Added to the name of an item that has tensors to reshard, for what cannot be: an item's files are placed as one."""
@@ -66,6 +66,21 @@ def ranks_by_item(paths: Collection[str]) -> dict[str, set[int]]:
         match = _DEFAULT.fullmatch(path)
         if match is not None:
             found.setdefault(match[1], set()).add(int(match[2]))
+    return found
+
+
+def ranks_by_name(paths: Collection[str]) -> dict[tuple[str, str], set[int]]:
+    """Ranks of files whose suffix tells what they are, by what stands before the rank, folders too, and by suffix.
+
+    >>> ranks_by_name(["meta/meta_0.json", "meta/meta_2.json", "blob_1.bin"])
+    {('meta/meta', 'json'): {0, 2}}
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    for path in paths:
+        stem, _, suffix = path.rpartition(".")
+        match = _RANKED.fullmatch(stem) if suffix in _BY_SUFFIX else None
+        if match is not None:
+            found.setdefault((match[1], suffix), set()).add(int(match[2]))
     return found
 
 

@@ -19,7 +19,15 @@ from ckpt_tool.formats._torch_file.assemble import assemble
 from ckpt_tool.formats._torch_file.described import manifest_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.formats.torch_checkpointing.files import JSON, RAW, FileSet, StoredFile, find_files, ranks_by_item
+from ckpt_tool.formats.torch_checkpointing.files import (
+    JSON,
+    RAW,
+    FileSet,
+    StoredFile,
+    find_files,
+    ranks_by_item,
+    ranks_by_name,
+)
 from ckpt_tool.formats.torch_checkpointing.metadata import METADATA_NAME, Saved, is_metadata_head, load_metadata
 from ckpt_tool.formats.torch_checkpointing.parts import open_files, placed_by
 from ckpt_tool.geometry.absent import absent_numbers
@@ -163,11 +171,11 @@ def _value(blob: Blob, data: bytes) -> Any:
 def _rank_findings(source: Source, info: Mapping[str, Any]) -> Iterator[Finding]:
     """Items that several ranks saved and others did not; files with tensors are known to be missing without this."""
     world_size, told = info.get("world_size") or 0, set(info.get("missing_files", ()))
-    for item, ranks in ranks_by_item(source.listing.sizes).items():
-        lacking = [rank for rank in absent_numbers(ranks, world_size) if f"{item}_{rank}.pt" not in told]
+    for (item, suffix), ranks in ranks_by_name(source.listing.sizes).items():
+        lacking = [rank for rank in absent_numbers(ranks, world_size) if f"{item}_{rank}.{suffix}" not in told]
         if len(ranks) > 1 and lacking:
             shown = ", ".join(map(str, lacking[:_SHOWN])) + (" ..." if len(lacking) > _SHOWN else "")
-            path = f"{item}_{lacking[0]}.pt"
+            path = f"{item}_{lacking[0]}.{suffix}"
             said = f"{path} is not here: {len(ranks):,} of {world_size:,} ranks have a file of {item!r}, not {shown}"
             yield Finding("missing-rank-file", Severity.WARNING, said, where=FileRange(path, 0, 0))
 

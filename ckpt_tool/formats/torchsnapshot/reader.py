@@ -244,10 +244,11 @@ class _Building:
         size = self._nbytes(shard.location)
         file = self.columns.add_file(FileEntry(shard.location, size))
         offset, flags = shard.start, 0
-        if not shard.is_raw:
+        if not shard.is_raw and size >= 0:
             offset, flags = self._in_torch_file(shard, kind)
             self.containers.add(shard.location)
-        elif shard.nbytes not in (nbytes, -1) or (shard.nbytes == -1 and size > nbytes):  # a file that was cut is read
+        elif shard.is_raw and (shard.nbytes not in (nbytes, -1) or (shard.nbytes == -1 and size > nbytes)):
+            # a file that was cut is read
             fqn = self.columns.metas[tensor].fqn
             raise FormatError(
                 f"{kind.name}{list(shard.sizes)} of {fqn!r} takes {counted(nbytes, 'byte')}, got "
