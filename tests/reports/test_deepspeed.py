@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,17 @@ def test_r82_names_before_there_was_an_underscore(ckpt: Ckpt, tmp_path: Path) ->
     assert torch.equal(load_file(tmp_path / "out.safetensors")["b"], states_of(WEIGHTS)["fp32"]["b"])
     next(source.glob("*/*rank_1*optim_states.pt")).unlink()
     assert "zero_pp_rank_1_mp_rank_00optim_states.pt" in ckpt("verify", source).text
+
+
+def test_r82_a_parameter_of_a_universal_checkpoint(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R82: a folder ``zero/<parameter>`` that was not copied, which only the model states tell of."""
+    source = FIXTURES / "deepspeed/ds_z2_bf16/ckpt/global_step3_universal"
+    assert ckpt("verify", source).status == 0
+    shutil.copytree(source, tmp_path / "in", ignore=shutil.ignore_patterns("emb.weight"))
+    checked = ckpt("verify", tmp_path / "in")
+    assert (checked.status, "missing-file zero/emb.weight/fp32.pt" in checked.text) == (1, True)
+    refused = ckpt("export", tmp_path / "in", tmp_path / "out")
+    assert (refused.status, "1 missing file would be lost: zero/emb.weight/fp32.pt" in refused.err) == (3, True)
 
 
 def test_names_that_lightning_wraps(ckpt: Ckpt, tmp_path: Path) -> None:

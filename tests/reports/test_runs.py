@@ -142,6 +142,7 @@ _STAGE3 = ("zero_pp_rank_2_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_2_mp_
         ("ds_pp2_dp2_z1", ("mp_rank_01_model_states.pt",), "1 file is missing: mp_rank_01_model_states.pt"),
         ("ds_pp2_dp2_z1", ("layer_01-model_states.pt",), "1 file is missing: layer_01-model_states.pt"),
         ("ds_pp2_dp2_z1", ("layer_03-model_states.pt",), "1 file is missing: layer_03-model_states.pt"),
+        ("ds_z2_bf16/universal", ("zero/emb.weight/exp_avg.pt",), "1 file is missing: zero/emb.weight/exp_avg.pt"),
         ("ds_moe_ep2_z1", ("layer_0_expert_3_*",), "1 file is missing: layer_0_expert_3_mp_rank_00_model_states.pt"),
         ("ds_moe_ep2_z1", ("layer_0_expert_*",), "4 files are missing: layer_0_expert_0_mp_rank_00_model_states.pt"),
     ],
@@ -150,7 +151,8 @@ def test_r100_files_that_no_gap_in_numbers_tells(
     tmp_path: Path, ckpt: Ckpt, fixture: str, gone: tuple[str, ...], said: str
 ) -> None:
     """R100: the last ranks, a layer, an expert, all of a kind: what is there looks regular, and is no whole step."""
-    source = _FIXTURES / fixture / "ckpt/global_step3"
+    name, _, form = fixture.partition("/")
+    source = _FIXTURES / name / "ckpt" / ("global_step3_universal" if form else "global_step3")
     copied(source, tmp_path / "global_step3", tmp_path / "global_step6")
     assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/global_step6\n"
     for path in [path for pattern in gone for path in (tmp_path / "global_step6").glob(pattern)]:

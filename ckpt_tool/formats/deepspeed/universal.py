@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._missing import missing_text
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part
@@ -24,7 +25,7 @@ from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build, optimizer_values, state_name, weight_name
-from ckpt_tool.formats.deepspeed.experts import is_packed
+from ckpt_tool.formats.deepspeed.experts import is_expert, is_packed
 from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
 from ckpt_tool.formats.deepspeed.findings import checkpoint_findings
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
@@ -109,10 +110,21 @@ class UniversalReader(TorchFilesReader):
                 f"{counted(len(states.lent), 'weight', 'are')} stored as their fp32 masters only: module.* are these"
             )
         placement.copies.clear()  # of weights in the model states, which no loader of this form reads
-        info = facts_of(found, located, built, weights, placement, (), stage=states.stage)
+        trained = {name: shape for own in weights.trained.values() for name, shape in own.items()}
+        lost = [
+            f"{located.folder}{_FOLDER}{name}/{MASTER}.pt"
+            for name, shape in trained.items()
+            if name not in by_name and 0 not in shape and not is_expert(name)  # whose numbers are a rank's own there
+        ]
+        info = facts_of(found, located, built, weights, placement, lost, stage=states.stage)
         files = [*found.opened, *opened]
         manifest = manifest_of(self.name, source.listing.url, files, built.entries, built.assembly, info)
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
+
+    def lacking(self, source: Source) -> tuple[str, ...]:
+        """Files of states that parameters lack, by names alone; one small request where there is a tracker."""
+        found = list(_lacking(_all_state_files(source.listing.sizes, _located(source).folder)))
+        return (missing_text([finding.where.path for finding in found if finding.where]),) if found else ()
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Absent weights, files of states that parameters lack, and what zips can have."""
