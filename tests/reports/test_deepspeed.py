@@ -165,7 +165,13 @@ def test_r82_half_of_the_partitions(ckpt: Ckpt, tmp_path: Path) -> None:
     checked = ckpt("verify", source)
     assert (checked.status, all(path in checked.text for path in gone)) == (1, True)
     refused = ckpt("reshard", source, tmp_path / "out", "--to", "deepspeed", "--dp", "2")
-    assert (refused.status, gone[0] in refused.err) == (3, True)
+    assert (refused.status, gone[0] in refused.err, "--salvage OUT" in refused.err) == (3, True, True)
+    kept = ckpt("verify", source, "--salvage", tmp_path / "kept")
+    assert kept.status == 1  # partitions are lost, weights of stage 2 are all there
+    assert ckpt("export", tmp_path / "kept", tmp_path / "weights.safetensors").status == 0
+    found = load_file(tmp_path / "weights.safetensors")
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in WEIGHTS.items())
 
 
 def test_r82_partitions_of_two_numbers_of_ranks(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -114,7 +114,10 @@ def select_tensors(
         raise CoverageError(
             f"tensors of {counted(len(missing), 'missing file')} would be lost: {named}",
             where=checkpoint.url,
-            hint=f'fetch them; "ckpt verify {shell_word(checkpoint.url)}" lists all',
+            hint=(
+                f'fetch them; "ckpt verify {shell_word(checkpoint.url)}" lists all, and with --salvage OUT it keeps '
+                "what is left"
+            ),
         )
     left_out = {pattern: _objects_that_fit(manifest, pattern) for pattern in exclude}
     of_tensors = [pattern for pattern in exclude if not left_out[pattern] or _fits_a_tensor(manifest, pattern)]
