@@ -19,6 +19,7 @@ from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.mapped import mapped
+from ckpt_tool.storage.read_buffer import ReadBuffer
 from ckpt_tool.storage.shares import can_share, share_out
 from ckpt_tool.storage.store import Store
 
@@ -231,7 +232,7 @@ class _Reader(Generic[Seen]):
         self._store = store
         self._visitor = visitor
         self._maps = maps
-        self._buffer = np.empty(0, dtype=np.uint8)
+        self._buffer = ReadBuffer()
 
     def look_at(self, stretch: int) -> tuple[int, Seen]:
         """The bytes of a stretch, and what a visitor has seen in them."""
@@ -251,9 +252,7 @@ class _Reader(Generic[Seen]):
         pieces = self._pieces
         path, start, shift = pieces.paths[block], pieces.starts[block], pieces.shifts[block]
         nbytes = pieces.stops[block] - start
-        if len(self._buffer) < nbytes + _ALIGNMENT:
-            self._buffer = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)  # numpy lays it on 16 bytes at least
-        view = self._buffer[shift : shift + nbytes]
+        view = self._buffer.take(nbytes, start, shift)
         try:
             self._store.read_into(path, start, view.data)
         except CkptError as error:

@@ -17,13 +17,14 @@ from ckpt_tool.engine.direct import DirectReads, batches, find_direct, find_dire
 from ckpt_tool.engine.journal import UnitRecord
 from ckpt_tool.engine.landing import Filler, Landing, Places, rank_manifest
 from ckpt_tool.engine.pool import run_units
-from ckpt_tool.engine.strided import NO_STRIDED, SpanBuffer, StridedReads, all_bytes, read_strided
+from ckpt_tool.engine.strided import NO_STRIDED, StridedReads, all_bytes, read_strided
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.read_buffer import ReadBuffer
 from ckpt_tool.storage.store import ReadCost, Store
 
 __all__ = ["OwnReads", "plan_own_boxes", "plan_own_reads", "run_own_reads"]
@@ -114,7 +115,7 @@ class _Worker:
         flat: Mapping[int, npt.NDArray[np.uint8]],
     ) -> None:
         self._reads, self._store, self._memory, self._flat = reads, store, memory, flat
-        self._spans = SpanBuffer(max(reads.strided.length, default=0))
+        self._spans = ReadBuffer()
         plan, places = reads.plan, reads.places
         self._filler = None if plan is None or places is None else Filler(plan, store, landings, places)
 

@@ -20,12 +20,12 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.model import Pieces
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.read_buffer import ReadBuffer
 from ckpt_tool.storage.store import Store
 
 __all__ = [
     "NO_STRIDED",
     "Loops",
-    "SpanBuffer",
     "StridedReads",
     "all_bytes",
     "long_runs",
@@ -36,7 +36,6 @@ __all__ = [
 
 _LONG_RUN_BYTES = 32 << 10
 """Runs from this length on are read for themselves: a request takes less than a copy."""
-_PAGE_BYTES, _LINE_BYTES = 4096, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,23 +186,6 @@ def _spans(loops: list[list[int]], run: int, width: int, limit: int) -> list[_Sp
     ]
 
 
-class SpanBuffer:
-    """A buffer for spans of at most so many bytes; for one thread.
-
-    Some processors copy five times slower to a place that is just a few bytes further into its page than where the
-    bytes come from. So what is read from the end of a page of its file does not go to the start of one.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        memory: npt.NDArray[np.uint8] = np.empty(nbytes + _PAGE_BYTES + _LINE_BYTES, dtype=np.uint8)
-        self._memory = memory[-_address(memory) % _PAGE_BYTES :]
-
-    def take(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """uint8[nbytes] for bytes from ``offset`` of a file; the content is whatever was there."""
-        start = _LINE_BYTES if -offset % _PAGE_BYTES < _LINE_BYTES else 0
-        return self._memory[start : start + nbytes]
-
-
 class _View:
     """Memory of an array from some byte on, as another array of the same numbers or of bytes."""
 
@@ -218,11 +200,11 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 
 def read_strided(
-    reads: StridedReads, rows: Sequence[int], store: Store, memory: Mapping[int, npt.NDArray[Any]], buffer: SpanBuffer
+    reads: StridedReads, rows: Sequence[int], store: Store, memory: Mapping[int, npt.NDArray[Any]], buffer: ReadBuffer
 ) -> None:
     """Do some of the reads; ``memory`` are the arrays of the landings that they go to."""
     for row in rows:
-        span = buffer.take(reads.file_offset[row], reads.length[row])
+        span = buffer.take(reads.length[row], reads.file_offset[row])
         store.read_into(reads.path[row], reads.file_offset[row], span.data)
         array, shape = memory[reads.landing[row]], reads.shape[row]
         source: npt.NDArray[Any] = np.ndarray(shape, array.dtype, span.data, 0, reads.in_file[row])

@@ -15,28 +15,16 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.plan.model import Pieces, Tiles
+from ckpt_tool.storage.read_buffer import ReadBuffer
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:
     from ckpt_tool.storage.read_ahead import ReadAhead
 
-__all__ = ["Buffer", "TileReader", "piece_slices"]
+__all__ = ["TileReader", "piece_slices"]
 
 _SPAN_BYTES_ALWAYS_READ = 1 << 16
 """A strided piece within this many bytes is read as one span: the gaps cost less than further requests."""
-
-
-class Buffer:
-    """A byte buffer that grows to the largest size asked for and is reused."""
-
-    def __init__(self) -> None:
-        self._bytes: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-
-    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """uint8[nbytes]; the content is whatever was there."""
-        if len(self._bytes) < nbytes:
-            self._bytes = np.empty(nbytes, dtype=np.uint8)
-        return self._bytes[:nbytes]
 
 
 def piece_slices(tiles: Tiles, pieces: Pieces, row: int) -> tuple[slice, ...]:
@@ -67,10 +55,10 @@ class TileReader:
         self._ahead: ReadAhead | None = None
         self._ahead_bytes = min(ahead_bytes, store.cost.read_ahead_bytes)
         self._n_requests = max(store.cost.concurrency // n_workers, 2)
-        self._tile = Buffer()
-        self.scratch = Buffer()
+        self._tile = ReadBuffer()
+        self.scratch = ReadBuffer()
         """Holds one piece while a tile is read, and nothing between two calls."""
-        self._span = Buffer()
+        self._span = ReadBuffer()
         self._rows = PieceRows(reads, self._are_plain)
         self.read_nbytes = 0
         """Bytes read so far, gaps between strided pieces included."""
@@ -85,9 +73,14 @@ class TileReader:
 
     def read_bytes(self, tile: int, into: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """The same as uint8[nbytes of the tile]."""
-        buffer = self._tile.take(int(self._tiles.nbytes[tile])) if into is None else into
+        rows = self._rows.of(tile)
+        if into is None:
+            _, _, _, first, start, _ = rows[0] if rows else (0, False, 0, 0, 0, 0)
+            buffer = self._tile.take(int(self._tiles.nbytes[tile]), first - start)
+        else:
+            buffer = into
         view, paths = buffer.data, self._source.files.paths
-        for row, is_plain, file, file_offset, start, length in self._rows.of(tile):
+        for row, is_plain, file, file_offset, start, length in rows:
             if is_plain:
                 self._fetch(paths[file], file_offset, view[start : start + length])
             elif length:
@@ -142,7 +135,7 @@ class TileReader:
         length = int(reads.length[row])
         packed: npt.NDArray[Any]
         if reads.is_contiguous[row]:
-            piece = self.scratch.take(length)
+            piece = self.scratch.take(length, int(reads.file_offset[row]))
             self._fetch(path, int(reads.file_offset[row]), piece.data)
             packed = piece.view(elements.dtype)
         else:
@@ -162,7 +155,7 @@ class TileReader:
         path = self._source.files.paths[self._reads.file[row]]
         offset, span = int(self._reads.file_offset[row]), int(self._reads.length[row])
         if self._is_one_read(row, runs):
-            buffer = self._span.take(span)
+            buffer = self._span.take(span, offset)
             self._fetch(path, offset, buffer.data)
             steps = tuple(stride * element.itemsize for stride in strides)
             sizes = tuple(self._reads.sizes[row].tolist())
@@ -206,7 +199,7 @@ class TileReader:
             if len(rows) == 1 and length == runs.nbytes:
                 self._fetch(path, offset + start, packed[rows[0]].data)
                 continue
-            buffer = self._span.take(length)
+            buffer = self._span.take(length, offset + start)
             self._fetch(path, offset + start, buffer.data)
             _copy_runs(packed, rows, buffer, starts[rows] - start)
         return packed.reshape(-1)

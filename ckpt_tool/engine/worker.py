@@ -20,8 +20,9 @@ from ckpt_tool.engine.elements import count_changes
 from ckpt_tool.engine.journal import UnitRecord
 from ckpt_tool.engine.piece_rows import PieceRows
 from ckpt_tool.engine.tile_digests import TileDigests, UnitDigests
-from ckpt_tool.engine.tile_reader import Buffer, TileReader, piece_slices
+from ckpt_tool.engine.tile_reader import TileReader, piece_slices
 from ckpt_tool.plan.model import Plan
+from ckpt_tool.storage.read_buffer import ReadBuffer
 from ckpt_tool.storage.store import Store
 
 __all__ = ["PieceSink", "Worker"]
@@ -68,7 +69,7 @@ class Worker:
             plan.source, plan.tiles, plan.reads, store, ahead_bytes=ahead_bytes, n_workers=n_workers
         )
         self._scratch = self._reader.scratch  # idle once a tile is read
-        self._cast = Buffer()
+        self._cast = ReadBuffer()
         self._rows = PieceRows(plan.writes, self._are_plain)
 
     def ahead(self, units: Sequence[int]) -> AbstractContextManager[None]:

@@ -133,15 +133,6 @@ def test_spans_are_cut_to_the_buffer() -> None:
     assert contents(landings) == [array[box.slices].tolist()]
 
 
-def test_spans_do_not_lie_a_little_further_into_their_page_than_in_their_file() -> None:
-    """What processors copy slowly."""
-    buffer = strided.SpanBuffer(100)
-    for offset in range(0, 8192, 31):
-        place = buffer.take(offset, 100)
-        assert len(place) == 100
-        assert not 0 < (place.ctypes.data - offset) % 4096 < 64
-
-
 @pytest.mark.parametrize("cut", [ROWS[:2], [*ROWS, Box((3, 0), (2, 6))]])
 def test_holes_and_overlaps_are_refused(cut: list[Box]) -> None:
     """Also where a box is just one of the chunks, what is stored must be clear."""
