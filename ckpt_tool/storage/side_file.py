@@ -5,6 +5,9 @@ What is replaced must be of its own kind: a checkpoint that was named by mistake
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import BinaryIO
+
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.storage.urls import is_local, local_path
 
@@ -12,6 +15,7 @@ __all__ = ["HEAD_BYTES", "put_side_file", "read_side_file", "refuse_other"]
 
 HEAD_BYTES = 4096
 """Of a file that is there, its mark lies within these."""
+_PIECE_BYTES = 1 << 20
 
 
 def refuse_other(head: bytes, mark: bytes, where: str, what: str) -> None:
@@ -36,11 +40,18 @@ def read_side_file(url: str, length: int) -> bytes | None:
         return _remote_head(url, length)
     try:
         with open(local_path(url), "rb") as file:
-            return file.read(length)
+            return b"".join(_pieces(file, length))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
     except OSError as error:
         raise StorageError(f"cannot be read: {error.strerror}", where=url) from error
+
+
+def _pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """The first ``length`` bytes, for which a single call would lay out memory whatever the file has."""
+    while length and (piece := file.read(min(length, _PIECE_BYTES))):
+        length -= len(piece)
+        yield piece
 
 
 def _remote_head(url: str, length: int) -> bytes | None:

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import struct
 import sys
 import warnings
@@ -24,9 +23,9 @@ import torch
 
 from ckpt_tool.cli.app import main
 from tests.formats.dcp.build import Checkpoint
-from tests.hostile.fuzz import Watch, limited, look_up_the_c_library
+from tests.hostile.fuzz import Watch, limit_memory, limited, look_up_the_c_library
 
-MEMORY_BYTES = 2 << 30
+MEMORY_BYTES = 3 << 29
 
 Files = dict[str, bytes]
 
@@ -339,7 +338,7 @@ def run(base: Path) -> None:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_memory(MEMORY_BYTES)
     os.environ["COLUMNS"] = "200"
     os.chdir(sys.argv[1])
     run(Path(sys.argv[1]))

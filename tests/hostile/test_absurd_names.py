@@ -37,6 +37,7 @@ def answers(target: Path, out: Path) -> dict[str, int]:
     [
         ("deepspeed/ds_pp2_dp2_z1", "mp_rank_01_model", "mp_rank_{}_model"),
         ("deepspeed/ds_z2_bf16", "zero_pp_rank_1", "zero_pp_rank_{}"),
+        ("deepspeed/ds_moe_ep2_z1", "zero_pp_rank_2", "zero_pp_rank_{}"),
         ("torch/dcp_no_collectives", "__1", "__{}"),
         ("torch/verl_2d", "rank_1.pt", "rank_{}.pt"),
         ("torch/hf_sharded", "-00002-of", "-{}-of"),

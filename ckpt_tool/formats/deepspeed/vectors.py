@@ -98,6 +98,8 @@ def flat_sets(found: Checkpoint) -> Iterator[FlatSet]:
                 hint="for the weights alone, copy the *_model_states.pt into a folder of their own",
             )
         _check_counts(model, optims)
+        if not optims[0].is_per_parameter:  # groups of ranks that shard by themselves count their own
+            _check_ranks(found, model, optims)
         counts = {len(state.fp32) for state in optims} | {len(model.groups)}
         if len(counts) != 1 and not optims[0].is_per_parameter:
             raise FormatError(f"files differ in their number of groups: {sorted(counts)}", where=optims[0].file.path)
@@ -119,6 +121,20 @@ def _check_counts(model: ModelState, optims: Sequence[OptimState]) -> None:
         where=other.file.path,
         hint="files of a save by another number of ranks are mixed in: move them away",
     )
+
+
+def _check_ranks(found: Checkpoint, model: ModelState, optims: Sequence[OptimState]) -> None:
+    """Nothing, when the model state knows the ranks of all partitions: no save has more than it says."""
+    recorded = model.root.get("dp_world_size")
+    if type(recorded) is not int or found.dp_world_size <= recorded:
+        return
+    beyond = next((state for state in optims if state.dp >= recorded > 0), None)
+    if beyond is not None:
+        raise FormatError(
+            f"is of data-parallel rank {beyond.dp:,}, {model.file.path} of a save by {counted(recorded, 'such rank')}",
+            where=beyond.file.path,
+            hint="it was left by a save of more ranks, or renamed: move it away",
+        )
 
 
 def group_names(found: Checkpoint, mp: int, group: int) -> list[str]:

@@ -73,7 +73,7 @@ def test_a_missing_file_of_a_split_is_told(tmp_path: Path) -> None:
         assert checkpoint.manifest.info["missing_files"] == ["model-00002-of-00003.gguf"]
         assert len(checkpoint) == 4
     (folder / "other.gguf").write_bytes((folder / "model-00001-of-00003.gguf").read_bytes())
-    with pytest.raises(NotFound, match="expected one, or those of one split"):
+    with pytest.raises(NotFound, match=r"no checkpoint itself among 3 \.gguf, but files that are one each"):
         open_checkpoint(folder)
 
 
