@@ -27,6 +27,8 @@ _N_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MIXED = ("first_k_dense_replace", "mlp_only_layers", "quantization_config")
 """Layers of such models differ from each other by design; those of a ``decoder_sparse_step`` above 1 too."""
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_DIVIDED = frozenset({"llama", "mistral", "qwen2", "mixtral", "qwen2_moe"})
+"""Types whose heads share the hidden size where the config does not say how large they are; others have a default."""
 _OF_HIDDEN = re.compile(
     r"(?:^|\.)(?:(?P<norm>(?:input|post_attention)_layernorm|model\.norm)|(?P<to>(?:o|down)_proj)"
     r"|(?P<of>q|k|v|gate|up)_proj)\.weight$"
@@ -44,7 +46,7 @@ def model_findings(manifest: Manifest) -> Iterator[Finding]:
     severity = Severity.ERROR if str(config.get("model_type")) in _KNOWN else Severity.WARNING
     yield from _layers(manifest, text, severity)
     if severity is Severity.ERROR and "quantization_config" not in config:
-        yield from _shapes(manifest, text)
+        yield from _shapes(manifest, text, str(config.get("model_type")))
     embedding, head = embedding_and_head(manifest.tensors.index)
     if embedding is None:
         return
@@ -89,17 +91,19 @@ def _layers(manifest: Manifest, config: Mapping[str, Any], severity: Severity) -
             yield Finding("missing-tensor", severity, said, fqn=f"{name}.{lacking[0]}.{rest}")
 
 
-def _shapes(manifest: Manifest, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _shapes(manifest: Manifest, config: Mapping[str, Any], model_type: str) -> Iterator[Finding]:
     """Weights of other shapes than the config's sizes make them, as a rank's part is, or what was flattened."""
     sizes = {key: config[key] for key in _SIZES if type(config.get(key)) is int and config[key] > 0}
     hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
     if hidden is None:
         return
-    head_dim = sizes.get("head_dim", hidden // heads if heads else None)
+    divided = hidden // heads if heads and model_type in _DIVIDED else 0
+    head_dim = sizes.get("head_dim", divided)
+    kv_heads = sizes.get("num_key_value_heads", heads if model_type == "llama" else 0)
     is_latent = "kv_lora_rank" in config  # whose heads have two sizes
     rows = {
-        "q": heads * head_dim if heads and head_dim and not is_latent else None,
-        "k": sizes.get("num_key_value_heads", heads or 0) * (head_dim or 0) or None,
+        "q": None if is_latent else (heads or 0) * head_dim or None,
+        "k": None if is_latent else (kv_heads or 0) * head_dim or None,
     }
     for row, fqn in enumerate(manifest.tensors.fqns):
         found = _OF_HIDDEN.search(fqn)

@@ -34,6 +34,7 @@ _UNCACHED = 1.5  # times as long as the copy that is measured, whose target the 
 _FAST_S = 2e-3  # a probe as short as this is repeated: it may have been interrupted
 _STEP_S = 2e-4  # what a rank waits at each of the others' slots, or rounds
 _STEP_BYTES = 2 << 20
+_ALIKE = 1.1  # estimates that close are the same, and what asks less of the storage is taken
 _SHARING_S = 5e-3  # what it takes to plan who reads what for whom, and to make and map the memory for it
 
 
@@ -88,7 +89,8 @@ def choose_exchange(
     if "all-to-all" in works:
         (send_cost,) = group.largest([group.exchange_cost(_PROBE_BYTES)])
         seconds["all-to-all"] += max(exact) * (group.size - 1) / group.size * send_cost
-    best = min(seconds, key=lambda way: seconds[way])
+    least = min(seconds.values())
+    best = min((way for way in works if seconds[way] <= _ALIKE * least), key=lambda way: works[way].read)
     rates = f"reading for oneself at {1e-6 / read_cost:,.0f} MB/s a rank"
     told = ", ".join(f"{_WORDS[way]} {took:.3f} s" for way, took in seconds.items())
     return Choice(best, f"{why}; {rates}: {told}{'' if copies_differ else ' besides copying'}", probe_nbytes)

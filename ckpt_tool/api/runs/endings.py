@@ -21,7 +21,7 @@ PAYLOAD = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|npy)$")
 _SINGLE = re.compile(r"(?:[a-z_]*model|consolidated|optimizer|state|checkpoint)\.(?:safetensors|bin|pt|pth|ckpt)")
 _INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
 _MAX_FAR = 4
-_MAX_NEAR = 1024
+_MAX_NEAR = 128
 _EXAMPLES = 3
 _TAIL_NBYTES = 64 << 10
 _MAX_HEADER_NBYTES = 64 << 20
@@ -30,7 +30,7 @@ _MAX_HEADER_NBYTES = 64 << 20
 def cut_files(source: Source) -> Iterator[str]:
     """What is wrong with the ends of files, in a sentence for each of the first three.
 
-    Costs two requests per file that is looked at: on disks up to 1,024 files, far away those at the top alone that are
+    Costs two requests per file that is looked at: on disks up to 128 files, far away those at the top alone that are
     whole by themselves, where they are few, because objects appear there when they are whole.
     """
     n_more = 0

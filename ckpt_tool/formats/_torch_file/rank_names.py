@@ -22,6 +22,7 @@ _RANK = re.compile(
 )
 # Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
 _OTHER_AXES = re.compile(r"(?<![A-Za-z0-9])(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
+_TEN = 10
 _KINDS = (
     ("optim", re.compile(r"(?:^|[._-])(?:optim|optimizer|opt)(?:[._-]|$)", re.IGNORECASE)),
     (
@@ -118,11 +119,16 @@ def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
 
 
 def _one_each(files: Sequence[RankFile]) -> list[RankFile]:
-    """One file for each rank of a family: of several the one that spells it with as many digits as most do."""
-    widths = Counter((file.family, len(file.digits)) for file in files)
-    usual = sorted(files, key=lambda file: (-widths[file.family, len(file.digits)], len(file.digits)))
+    """One file for each rank of a family: of several the one with as many zeros before it as most of the others.
+
+    How many that are, ranks of one digit tell.
+    """
+    small = Counter((file.family, len(file.digits)) for file in files if file.rank < _TEN)
+    width: dict[str, int] = {}
+    for (family, length), _ in sorted(small.items(), key=lambda item: (-item[1], item[0])):
+        width.setdefault(family, length)
     chosen: dict[tuple[str, int], RankFile] = {}
-    for file in usual:
+    for file in sorted(files, key=lambda file: file.digits != str(file.rank).zfill(width.get(file.family, 1))):
         chosen.setdefault((file.family, file.rank), file)
     return list(chosen.values())
 

@@ -78,6 +78,8 @@ SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "
         ({"model.layers.0.mlp.gate_proj.weight": [16, 4]}, {}, ["gate_proj.weight' [any, 8], but it is [16, 4]"]),
         ({"model.layers.0.self_attn.k_proj.weight": [6, 8]}, {"head_dim": 6, "num_attention_heads": None}, []),
         ({"model.layers.0.self_attn.q_proj.weight": [6, 8]}, {"kv_lora_rank": 2}, []),
+        ({"model.layers.0.self_attn.q_proj.weight": [256, 8]}, {"model_type": "qwen3"}, []),
+        ({"model.layers.0.self_attn.k_proj.weight": [8, 8]}, {"num_key_value_heads": None, "model_type": "qwen2"}, []),
         ({"model.norm.weight": [4]}, {"quantization_config": {}}, []),
         ({"model.norm.weight": [4]}, {"model_type": "of tomorrow"}, []),
         ({"model.norm.weight": [4]}, {"hidden_size": "8"}, []),

@@ -47,3 +47,16 @@ def test_a_stated_world_size_counts_missing_last_ranks() -> None:
     """With the world size in the name, also the last files are missed."""
     (found,) = find_sets(["model_world_size_4_rank_0.pt", "model_world_size_4_rank_1.pt"])
     assert found.missing == ("model_world_size_4_rank_2.pt", "model_world_size_4_rank_3.pt")
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("stray", ["m_rank_0.pt", "m_rank_00.pt", "m_rank_000.pt", "m_rank_0000.pt", "m_rank_010.pt"])
+def test_a_rank_has_one_spelling(width: int, stray: str) -> None:
+    """That of the other files, however many digits those of higher ranks have."""
+    names = [f"m_rank_{rank:0{width}d}.pt" for rank in range(120)]
+    if stray in names:
+        return
+    (found,) = find_sets([stray, *names])
+    assert [file.path for file in found.files] == names
+    assert found.strays == (stray,)
+    assert not found.missing
