@@ -15,11 +15,11 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["PAYLOAD", "cut_files"]
+__all__ = ["INDEX", "PAYLOAD", "cut_files"]
 
 PAYLOAD = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|npz|npy)$")
 _SINGLE = re.compile(r"(?:[a-z_]*model|consolidated|optimizer|state|checkpoint)\.(?:safetensors|bin|pt|pth|ckpt)")
-_INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
+INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
 _MAX_FAR = 4
 _MAX_NEAR = 128
 _EXAMPLES = 3
@@ -55,7 +55,7 @@ def _worth_a_look(source: Source) -> Sequence[str]:
 def _whole_by_themselves(listing: Listing) -> Sequence[str]:
     """A few files at the top without an index of them."""
     top = [path for path in listing.paths if "/" not in path]
-    if any(_INDEX.fullmatch(path) for path in top):
+    if any(INDEX.fullmatch(path) for path in top):
         return ()
     found = [path for path in top if _SINGLE.fullmatch(path) and listing.sizes[path]]
     return found if len(found) <= _MAX_FAR else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tool.api.runs.endings import PAYLOAD, cut_files
+from ckpt_tool.api.runs.endings import INDEX, PAYLOAD, cut_files
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, FormatError, StorageError
@@ -52,7 +52,6 @@ _GRIDS = (
 )
 _OF_WORLD = re.compile(rf"(.*?)_world_size_{_N}_rank_{_N}\.pt")
 _OF_SHARDS = re.compile(r"(.*?)-(\d+)-of-(\d+)(?:\.\w+)?\.(safetensors|bin)")
-_INDEX = re.compile(r"[^/]*\.(?:safetensors|bin)\.index(?:\.[^/]*)?\.json")
 _RANKS = re.compile(r"(?:.*[/_])?(?:rank)?_(\d+)(?:_\d+)?\.(?:distcp|safetensors)")
 
 
@@ -203,7 +202,7 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
         lacking = reader.check_metadata(source, manifest) if isinstance(reader, MetadataChecker) else ()
         errors = [*missing, *(finding for finding in lacking if finding.severity is Severity.ERROR)]
         return _Read((*(finding.message for finding in errors), *cut_files(source)), manifest)
-    problems = [text for path in listing.paths if _INDEX.fullmatch(path) for text in _by_index(source, path)]
+    problems = [text for path in listing.paths if INDEX.fullmatch(path) for text in _by_index(source, path)]
     problems += cut_files(source)
     tracker = next((path for path in TRACKERS if path in listing.sizes), None)
     if tracker is not None:
@@ -289,7 +288,7 @@ def _grids(step: StepFiles) -> Iterator[str]:
             yield (
                 f"{missing.n:,} of {n_files} {_pattern_of(sample[1])} are missing: {_some(missing.first, missing.n)}"
             )
-    has_index = any(_INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
+    has_index = any(INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
     for pattern in (_OF_WORLD, _OF_SHARDS):
         if has_index and pattern is _OF_SHARDS:
             continue

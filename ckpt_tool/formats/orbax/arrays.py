@@ -33,6 +33,7 @@ _EXTENDED = frozenset(
 # TensorStore keeps an element of these in a byte of its own.
 _NARROW = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"})
 _INDEX_ENTRY_NBYTES = 16
+_NUMBER = re.compile(numeral(most=12))
 _MAX_NDIM = 32
 
 
@@ -93,7 +94,7 @@ class Array:
         elif not self.shape:
             return () if key == "0" else None
         parts = key.split(self.separator) if self.shape else []
-        if len(parts) != len(self.shape) or not all(re.fullmatch(numeral(most=12), part) for part in parts):
+        if len(parts) != len(self.shape) or not all(_NUMBER.fullmatch(part) for part in parts):
             return None
         index = tuple(map(int, parts))
         return index if all(i < n for i, n in zip(index, self.grid, strict=True)) else None

@@ -21,7 +21,7 @@ VALUES = "_values"
 """Added to the name of an item that has tensors to reshard, for what cannot be: an item's files are placed as one."""
 TORCH, SAFETENSORS, JSON, RAW = SERIALIZATIONS
 _RANK = numeral(most=7)
-_DEFAULT = re.compile(rf"([A-Za-z0-9_-]+)_({_RANK})\.pt")
+_DEFAULT_ITEM = re.compile(r"[A-Za-z0-9_-]+")
 _RANKED = re.compile(rf"(.+)_({_RANK})")
 _MISSPELT = re.compile(r"(.+)_0[0-9]{1,6}")
 _BY_SUFFIX = {"pt": TORCH, "safetensors": SAFETENSORS, "json": JSON}
@@ -61,12 +61,8 @@ def ranks_by_item(paths: Collection[str]) -> dict[str, set[int]]:
     >>> ranks_by_item(["model_0.pt", "model_1.pt", "notes.txt"])
     {'model': {0, 1}}
     """
-    found: dict[str, set[int]] = {}
-    for path in paths:
-        match = _DEFAULT.fullmatch(path)
-        if match is not None:
-            found.setdefault(match[1], set()).add(int(match[2]))
-    return found
+    named = ranks_by_name(paths).items()
+    return {item: ranks for (item, suffix), ranks in named if suffix == "pt" and _DEFAULT_ITEM.fullmatch(item)}
 
 
 def ranks_by_name(paths: Collection[str]) -> dict[tuple[str, str], set[int]]:
