@@ -16,7 +16,7 @@ import numpy as np
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.megatron_run import run_facts
 from ckpt_tool.errors import StorageError
-from ckpt_tool.geometry.columns import distinct
+from ckpt_tool.geometry.columns import distinct, one_of_each
 from ckpt_tool.manifest.codec import to_json
 from ckpt_tool.manifest.model import Blob, Manifest, MeshInfo
 from ckpt_tool.manifest.optimizer import OptimizerView, optimizer_views
@@ -221,8 +221,8 @@ class Inspection:
         parts: IntArray = np.ones_like(self.manifest.tensors.shape)
         tensor = chunks.tensor[full].astype(np.int64)
         for dim in range(min(parts.shape[1], chunks.offsets.shape[1])):  # a table without chunks has no dimensions
-            pairs = np.unique(np.stack([tensor, chunks.offsets[full, dim]], axis=1), axis=0)
-            parts[:, dim] = np.maximum(np.bincount(pairs[:, 0], minlength=n), 1)
+            rows = one_of_each(tensor, chunks.offsets[full, dim])
+            parts[:, dim] = np.maximum(np.bincount(tensor[rows], minlength=n), 1)
         boxes = np.concatenate([tensor[:, None], chunks.offsets[full], chunks.sizes[full]], axis=1)
         places, counts = np.unique(boxes, axis=0, return_counts=True)
         least, most = np.full(n, np.iinfo(np.int64).max), np.zeros(n, dtype=np.int64)

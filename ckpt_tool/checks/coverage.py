@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.geometry.columns import BoolArray, Int64Array
+from ckpt_tool.geometry.columns import BoolArray, Int64Array, distinct
 from ckpt_tool.geometry.cover import coverage, exact_duplicates, overlapping_pairs, volumes_match
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
@@ -41,14 +41,14 @@ def coverage_findings(manifest: Manifest) -> Iterator[Finding]:
     yield from _outside(manifest, np.flatnonzero(~is_inside & has_shape[tensor]))
     rows = np.flatnonzero(is_inside & has_shape[tensor] & (sizes > 0).all(axis=1))
     first = exact_duplicates(offsets[rows], sizes[rows], tensor[rows])
-    distinct = rows[first == np.arange(len(rows))]
-    suspects = ~volumes_match(tensor[distinct], chunks.volume[distinct], tensors.numel) & has_shape
-    pairs = overlapping_pairs(offsets[distinct], sizes[distinct], tensor[distinct], limit=_PAIRS_SEARCHED)
-    suspects[tensor[distinct[pairs[:, 0]]]] = True
-    yield from _wrong_covers(manifest, suspects, distinct)
-    n_replicas = len(rows) - len(distinct)
+    single = rows[first == np.arange(len(rows))]
+    suspects = ~volumes_match(tensor[single], chunks.volume[single], tensors.numel) & has_shape
+    pairs = overlapping_pairs(offsets[single], sizes[single], tensor[single], limit=_PAIRS_SEARCHED)
+    suspects[tensor[single[pairs[:, 0]]]] = True
+    yield from _wrong_covers(manifest, suspects, single)
+    n_replicas = len(rows) - len(single)
     if n_replicas:
-        doubled = np.unique(tensor[rows[first != np.arange(len(rows))]])
+        doubled = distinct(tensor[rows[first != np.arange(len(rows))]])
         nbytes = int((chunks.volume[rows] * tensors.bits[tensor[rows]] // 8)[first != np.arange(len(rows))].sum())
         said = (
             f"{counted(n_replicas, 'box')} of {counted(len(doubled), 'tensor')} are stored more than once "
@@ -75,9 +75,9 @@ def _outside(manifest: Manifest, rows: Int64Array) -> Iterator[Finding]:
         yield Finding("box-outside", Severity.ERROR, said, tensors.fqns[tensor], where)
 
 
-def _wrong_covers(manifest: Manifest, suspects: BoolArray, distinct: Int64Array) -> Iterator[Finding]:
+def _wrong_covers(manifest: Manifest, suspects: BoolArray, single: Int64Array) -> Iterator[Finding]:
     chunks, tensors = manifest.chunks, manifest.tensors
-    order = distinct[np.argsort(chunks.tensor[distinct], kind="stable")]
+    order = single[np.argsort(chunks.tensor[single], kind="stable")]
     starts = np.searchsorted(chunks.tensor[order], np.arange(len(tensors) + 1))
     for tensor in np.flatnonzero(suspects).tolist():
         rows = order[starts[tensor] : starts[tensor + 1]]

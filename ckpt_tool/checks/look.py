@@ -14,7 +14,7 @@ from ckpt_tool.checks.repeats import Samples, sample_step, sampled_chunks, take_
 from ckpt_tool.checks.zeros import Run, shortest_run, zero_runs
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import CkptError
-from ckpt_tool.geometry.columns import BoolArray, Int64Array
+from ckpt_tool.geometry.columns import BoolArray, Int64Array, distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass, field
@@ -150,7 +150,7 @@ class Look:
         return self._seen.notes.setdefault(number, Notes())
 
     def _note(self, number: int, positions: Int64Array, *, is_nan: bool) -> None:
-        positions = np.unique(positions)  # both parts of a complex element are one element
+        positions = distinct(positions)  # both parts of a complex element are one element
         row, chunks = self._scans[number].row, self._manifest.chunks
         ndim = int(self._manifest.tensors.ndim[chunks.tensor[row]])
         index, is_element = global_indices(chunks, row, ndim, positions)

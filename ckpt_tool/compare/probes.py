@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.geometry.columns import Int64Array
+from ckpt_tool.geometry.columns import Int64Array, distinct
 
 __all__ = ["HEAD", "Numbers", "Probe", "as_numbers", "probe_positions"]
 
@@ -37,7 +37,7 @@ def probe_positions(size: int) -> Int64Array:
     >>> probe_positions(3).tolist(), probe_positions(1000).tolist()[:3]
     ([0, 1, 2], [0, 66, 133])
     """
-    positions = np.unique(np.linspace(0, max(size - 1, 0), min(size, _N_POSITIONS)).astype(np.int64))
+    positions = distinct(np.linspace(0, max(size - 1, 0), min(size, _N_POSITIONS)).astype(np.int64))
     positions.flags.writeable = False
     return positions
 

@@ -17,6 +17,7 @@ from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._vescale_metadata import metadata_pickle
 from ckpt_tool.formats.base import BoxTable, LaterSegments, LayOut, Segment, WriteRequest
 from ckpt_tool.formats.dcp.writer import DcpWriter
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, FileEntry, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import OptimizerView, optimizer_views
@@ -172,7 +173,7 @@ def _stages(request: WriteRequest, view: OptimizerView, states: Mapping[str, tup
     groups = tuple(blob for blob in request.blobs if "param_groups" in blob.path or _GROUPS in blob.path)
     for number in range(int(stage.max(initial=0)) + 1):
         rows = np.flatnonzero(is_state[boxes.tensor] & (stage == number))
-        held = np.unique(boxes.tensor[rows]).astype(np.int64)
+        held = distinct(boxes.tensor[rows])
         names = [tensors.fqns[row] for row in held.tolist()]
         value = _own_groups(groups) or _groups(view, {states[fqn][0] for fqn in names})
         if not value:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.box import Box
 
-__all__ = ["BoolArray", "Int64Array", "boxes_from_columns", "distinct", "kept"]
+__all__ = ["BoolArray", "Int64Array", "boxes_from_columns", "distinct", "kept", "one_of_each"]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -48,3 +48,18 @@ def kept(column: npt.NDArray[Scalar], rows: Int64Array) -> npt.NDArray[Scalar]:
     True
     """
     return column if len(rows) == len(column) else column[rows]
+
+
+def one_of_each(*columns: npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """int64[m]: a row of each combination of values in aligned columns, ascending by the values, first column first.
+
+    >>> one_of_each(np.array([3, 1, 3]), np.array([0, 2, 0])).tolist()
+    [1, 0]
+    """
+    order = np.lexsort(columns[::-1])
+    is_first = np.zeros(len(order), dtype=np.bool_)
+    is_first[:1] = True
+    for column in columns:
+        ordered = column[order]
+        is_first[1:] |= ordered[1:] != ordered[:-1]
+    return order[is_first]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tool.errors import FormatError
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.items import ItemTable
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
@@ -75,7 +76,7 @@ def rows_of_part(manifest: Manifest, folder: str, tensors: tuple[int, int] | Non
     inside = f"{folder}/"
     files = np.flatnonzero(np.array([path.startswith(inside) for path in manifest.files.paths], dtype=bool))
     chunks = np.flatnonzero(np.isin(manifest.chunks.file, files))
-    own = np.unique(manifest.chunks.tensor[chunks]) if tensors is None else np.arange(*tensors)
+    own = distinct(manifest.chunks.tensor[chunks]) if tensors is None else np.arange(*tensors)
     blobs = (row for row, blob in enumerate(manifest.blobs) if blob.where and blob.where.path.startswith(inside))
     return PartRows(folder, own.astype(np.int64), chunks, files, tuple(blobs))
 

@@ -11,6 +11,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tool.geometry.columns import one_of_each
 from ckpt_tool.manifest.tables import IntArray
 
 __all__ = ["in_file_order"]
@@ -58,10 +59,11 @@ def _turns(label: IntArray, file: npt.NDArray[np.integer], position: IntArray) -
     np.minimum.at(first, region[position], np.arange(len(label)))
     before, after = region[position[:-1]], region[position[1:]]
     is_edge = (file[position[:-1]] == file[position[1:]]) & (before != after)
-    edges = np.unique(np.column_stack([before[is_edge], after[is_edge]]), axis=0)
-    n_before = np.bincount(edges[:, 1], minlength=len(names)).tolist()
-    starts = np.searchsorted(edges[:, 0], np.arange(len(names) + 1)).tolist()
-    followers, first_list = edges[:, 1].tolist(), first.tolist()
+    before, after = before[is_edge], after[is_edge]
+    edge = one_of_each(before, after)
+    n_before = np.bincount(after[edge], minlength=len(names)).tolist()
+    starts = np.searchsorted(before[edge], np.arange(len(names) + 1)).tolist()
+    followers, first_list = after[edge].tolist(), first.tolist()
     ready = [(first_list[at], at) for at, waits in enumerate(n_before) if not waits]
     heapq.heapify(ready)
     turns = np.full(len(names), -1, dtype=np.int64)

@@ -12,6 +12,7 @@ import heapq
 import numpy as np
 
 from ckpt_tool.geometry.alike import Side, alike_keys
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.records import dataclass
@@ -64,7 +65,7 @@ def share_replicas(group: IntArray, rank: IntArray, nbytes: IntArray, grain: Int
     number = np.unique(group, return_inverse=True)[1].reshape(-1)
     side = Side.of(number, int(number.max()) + 1, rank[:, None], rank[:, None])
     like = alike_keys(side, side).like
-    sets = np.unique(like[side.counts > 1])
+    sets = distinct(like[side.counts > 1])
     if not _uneven(load, rank, side, sets):
         return whole
     cut, cut_load = _by_sets(rank, nbytes, grain, world_size, side, like, sets)
@@ -116,7 +117,7 @@ def _shared(load: IntArray, nbytes: IntArray, grain: IntArray) -> tuple[IntArray
     edges = np.concatenate([[0], np.cumsum(nbytes)])
     room = np.concatenate([[0], np.cumsum(np.maximum(level - load, 0))])
     cuts = _cuts(np.minimum(room[1:-1], edges[-1]), edges, grain, level)
-    points = np.unique(np.concatenate([edges, cuts]))
+    points = distinct(np.concatenate([edges, cuts]))
     first, stop = points[:-1], points[1:]
     box = np.searchsorted(edges, first, side="right") - 1
     place = np.searchsorted(cuts, first, side="right")

@@ -5,7 +5,6 @@ What nobody read is read when a file's sum is asked for. Knows no format.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +13,7 @@ from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.store import Listing, Store
 
-__all__ = ["SummingStore", "file_sha256"]
+__all__ = ["SummingStore"]
 
 _BLOCK_BYTES = 4 << 20
 _GAPS_AT_ONCE = 64
@@ -119,14 +118,6 @@ class SummingStore:
             known = ending.get(offset + length)
             if known is None or known[0] > first:  # of two that end alike the longer one says more
                 ending[offset + length] = (first, offset + length, crc)
-
-
-def file_sha256(store: Store, path: str, nbytes: int) -> str:
-    """The SHA-256 of a file in hexadecimal; reads all of it, about 2 GB/s."""
-    digest = hashlib.sha256()
-    for at in range(0, nbytes, _BLOCK_BYTES):
-        digest.update(store.read(path, at, min(_BLOCK_BYTES, nbytes - at)))
-    return digest.hexdigest()
 
 
 def _filled(known: Sequence[_Range], nbytes: int) -> Iterator[tuple[int, int, int | None]]:

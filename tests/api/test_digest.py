@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import zlib
@@ -173,6 +174,15 @@ def test_rot_outside_tensors(tmp_path: Path, kind: str) -> None:
     assert kinds(copy, tmp_path / "m.json") == {"file-mismatch": ("ERROR", 1)}
     (copy / "config.json").unlink()
     assert kinds(copy, tmp_path / "m.json") == {"file-mismatch": ("ERROR", 1)}
+
+
+def test_sha256_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHA-256 is that of the file's bytes, read block by block."""
+    monkeypatch.setattr("ckpt_tool.api.digest._BLOCK_BYTES", 100)
+    path = tmp_path / "model.safetensors"
+    save_file({"w": np.arange(99, dtype=np.float32)}, path)
+    (found,) = digests(path, files="sha256").files
+    assert (found.nbytes, found.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_damaged_parts_do_not_hide_others(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.memory import MemoryStore
-from ckpt_tool.storage.summing import SummingStore, file_sha256
+from ckpt_tool.storage.summing import SummingStore
 from tests.storage.recording import RecordingStore
 
 DATA = bytes(range(256)) * 3
@@ -40,8 +39,3 @@ def test_nothing_is_read_twice() -> None:
     assert store.file_crc32("a", len(DATA)) == zlib.crc32(DATA)
     assert [(call.offset, call.length) for call in inner.calls] == [(30, 70), (110, 590), (710, 58)]
     assert store.file_crc32("empty", 0) == 0
-
-
-def test_sha256() -> None:
-    """SHA-256 is that of the bytes."""
-    assert file_sha256(MemoryStore({"a": DATA}), "a", len(DATA)) == hashlib.sha256(DATA).hexdigest()

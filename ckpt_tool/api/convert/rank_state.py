@@ -25,9 +25,7 @@ _RANK_STATE = (
 )
 # Any other name that says `rank` and a number, and random states numbered as accelerate's files are: state of ranks
 # where the same name stands there for every rank from 0 on. One `lora_rank_8` is none.
-_NUMBERED = re.compile(
-    r"(?:^|[._/])(?:(?:[a-z]+_)?rank[_./]?|(?:[a-z]+_)?(?:rng|random)_states?_)(\d{1,7})(?=$|[._/])", re.IGNORECASE
-)
+_NUMBERED = r"(?i:(?:^|[._/])(?:(?:[a-z]+_)?rank[_./]?|(?:[a-z]+_)?(?:rng|random)_states?_)(\d{1,7})(?=$|[._/]))"
 _DATA = r"data_?loader|data_?set|sampler|(?:^|[._/])loader"
 _OTHER = SECTIONS.index("other")
 
@@ -134,10 +132,9 @@ def _ranks_in(fqns: Iterable[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     alike: dict[tuple[str, str], dict[int, str]] = {}
     for fqn in fqns:
-        match = re.search(_RANK_STATE, fqn)
-        if match is not None:
+        if "rank" in fqn and (match := re.search(_RANK_STATE, fqn)) is not None:
             found[fqn] = int(match[1] or match[2])
-        elif ("rank" in fqn.lower() or "state" in fqn) and (numbered := _NUMBERED.search(fqn)) is not None:
+        elif ("rank" in fqn.lower() or "state" in fqn) and (numbered := re.search(_NUMBERED, fqn)) is not None:
             around = fqn[: numbered.start(1)], fqn[numbered.end(1) :]
             alike.setdefault(around, {})[int(numbered[1])] = fqn
     for of_rank in alike.values():

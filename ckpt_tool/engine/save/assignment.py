@@ -15,6 +15,7 @@ from ckpt_tool.engine.save.columns import HeldState, Names, fqn_of
 from ckpt_tool.errors import CoverageError, LayoutError
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.geometry.cover import coverage, exact_duplicates, gaps, overlapping_pairs, volumes_match
 from ckpt_tool.manifest.model import KeyPath, TensorMeta
 from ckpt_tool.manifest.sections import section_of
@@ -209,7 +210,7 @@ def _open(held: BoxTable, done: BoxTable, whole: BoxTable) -> tuple[IntArray, In
     row = np.flatnonzero(~is_touched[first[:n]])
     found = [(row, held.offsets[row], held.sizes[row])]
     partly = np.flatnonzero(is_touched[first[:n]] & is_open)
-    for box in np.unique(first[partly]).tolist():
+    for box in distinct(first[partly]).tolist():
         parts = np.flatnonzero(first[n:] == box)
         start, shape = held.offsets[box], tuple(held.sizes[box].tolist())
         holes = gaps(shape, done.offsets[parts] - start, done.sizes[parts], _ALL)

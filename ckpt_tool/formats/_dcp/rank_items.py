@@ -7,6 +7,7 @@ import numpy as np
 from ckpt_tool.formats._dcp.placed_items import GrowingFiles, check_dtypes, place_boxes
 from ckpt_tool.formats.base import BoxTable
 from ckpt_tool.formats.joint import RankLayOut
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.tables import TensorTable
 
 __all__ = ["items_of_rank"]
@@ -18,7 +19,7 @@ def items_of_rank(tensors: TensorTable, boxes: BoxTable, path: str) -> RankLayOu
     Raises:
         Unsupported: dtypes that torch cannot hold.
     """
-    used = np.unique(boxes.tensor.astype(np.int64))
+    used = distinct(boxes.tensor)
     own = tensors.take(used)
     check_dtypes(own)
     width = own.shape.shape[1]
