@@ -17,10 +17,11 @@ from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.vocabulary import embedding_and_head, says_tied, stated_tied
 from ckpt_tool.sizes import counted
 
-__all__ = ["config_findings", "read_companions", "tied_note"]
+__all__ = ["config_findings", "read_companions", "read_config", "tied_note"]
 
 _MAX_NBYTES = 16 << 20
 _COMPARED_NBYTES = 64 << 10
+_CONFIG_FOLDERS = ("", "huggingface/")
 _ADAPTER_KEYS = {
     "base_model": "base_model_name_or_path", "peft_type": "peft_type", "r": "r", "alpha": "lora_alpha",
     "target_modules": "target_modules", "modules_to_save": "modules_to_save",
@@ -51,18 +52,8 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
     ``base_model``, ``peft_type``, ``r``, ``alpha``, ``target_modules`` and ``modules_to_save``; ``info["step"]`` is
     that of transformers' Trainer.
     """
-    info: dict[str, Any] = {}
     notes: list[str] = []
-    config = _read_json(source, "config.json", notes)
-    if config is not None:
-        info["config"] = config
-        # transformers 4.56 renamed torch_dtype to dtype.
-        stated = {
-            "model_type": config.get("model_type"),
-            "tie_word_embeddings": stated_tied(config)[0],
-            "torch_dtype": config.get("torch_dtype") or config.get("dtype"),
-        }
-        info.update({key: value for key, value in stated.items() if value is not None})
+    info = _config(source, "config.json", notes)
     info.update(_training(source, notes))
     adapter = _read_json(source, "adapter_config.json", notes)
     if adapter is not None:
@@ -70,6 +61,33 @@ def read_companions(source: Source) -> tuple[dict[str, Any], list[str]]:
         base = info["adapter"]["base_model"] or "a base model that it does not name"
         notes.append(f"a PEFT adapter (r={adapter.get('r')}, alpha={adapter.get('lora_alpha')}) on top of {base}")
     return info, notes
+
+
+def read_config(source: Source) -> tuple[dict[str, Any], list[str]]:
+    """``(info, notes)`` of the model's config alone, where a training checkpoint has one: a request for each candidate.
+
+    That of verl lies in a folder beside the ranks' files, which ``info["config_folder"]`` then names. Settings of a run
+    that are called ``config.json`` as well say nothing of a model of transformers, and are no config of one.
+    """
+    notes: list[str] = []
+    for folder in _CONFIG_FOLDERS:
+        info = _config(source, folder + "config.json", notes)
+        if info.keys() & {"model_type", "tie_word_embeddings"} or "architectures" in info.get("config", ()):
+            return info | ({"config_folder": folder} if folder else {}), notes
+    return {}, notes
+
+
+def _config(source: Source, path: str, notes: list[str]) -> dict[str, Any]:
+    config = _read_json(source, path, notes)
+    if config is None:
+        return {}
+    # transformers 4.56 renamed torch_dtype to dtype.
+    stated = {
+        "model_type": config.get("model_type"),
+        "tie_word_embeddings": stated_tied(config)[0],
+        "torch_dtype": config.get("torch_dtype") or config.get("dtype"),
+    }
+    return {"config": config} | {key: value for key, value in stated.items() if value is not None}
 
 
 def _training(source: Source, notes: list[str]) -> dict[str, Any]:

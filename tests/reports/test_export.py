@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.formats.dcp.build import Checkpoint
 from tests.formats.rank_pt.test_placements import rank_files as saved_by_ranks
 from tests.reports.conftest import FIXTURES, Ckpt
-from tests.reports.made import as_bytes, dcp, put
+from tests.reports.made import as_bytes, dcp, put, rank_files
 
 FSDP2 = FIXTURES / "torch/dcp_fsdp2_4r_fp32/ckpt"
 
@@ -154,6 +154,53 @@ def test_r35_equal_copies(ckpt: Ckpt, tmp_path: Path) -> None:
         assert len(written) == 13 + kept
         said = "not tied, their values differ" if kept else "equal to model.model.embed_tokens.weight: model.lm_head"
         assert said in done.text
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("config", ["config.json", "huggingface/config.json"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r35_a_config_beside_a_training_checkpoint(
+    ckpt: Ckpt, tmp_path: Path, config: str, *, head_first: bool
+) -> None:
+    """R35: a model that fits no family is tied by its config too, and the embedding is what stays of a tied pair."""
+    table = torch.arange(12.0).view(6, 2)
+    state = {"wte.weight": table, "norm.weight": torch.ones(2), "lm_head.weight": table.clone()}
+    source = tmp_path / "source"
+    state = dict(reversed(state.items())) if head_first else state
+    dcp_of_torch.save({"model": state}, checkpoint_id=source, no_dist=True)
+    put(source, {config: b'{"tie_word_embeddings": true, "model_type": "gpt2"}'})
+    done = ckpt("export", source, tmp_path / "out")
+    assert "1 left out, equal to model.wte.weight: model.lm_head.weight" in done.text
+    assert set(load_file(tmp_path / "out/model.safetensors")) == {"wte.weight", "norm.weight"}
+    assert json.loads((tmp_path / "out/config.json").read_text("utf-8"))["tie_word_embeddings"]
+    assert ckpt("verify", tmp_path / "out", "--strict").status == 0
+    kept = ckpt("export", source, tmp_path / "kept", "--tied", "keep")
+    assert (kept.status, set(load_file(tmp_path / "kept/model.safetensors"))) == (0, set(state))
+
+
+def test_r35_the_embedding_stays(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R35: of one parameter saved under two names the input embedding is kept, though the head came first."""
+    table = torch.arange(12.0).view(6, 2)
+    torch.save({"lm_head.weight": table, "model.embed_tokens.weight": table}, tmp_path / "m.pt")
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "out.safetensors", "--tied", "drop")
+    assert "shares its bytes with model.embed_tokens.weight: lm_head.weight" in done.text
+    assert set(load_file(tmp_path / "out.safetensors")) == {"model.embed_tokens.weight"}
+
+
+def test_r35_nothing_to_drop_is_said(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R35: equal tensors that nothing calls one parameter are written, and a request to drop some says so."""
+    torch.save({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, tmp_path / "m.pt")
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "out.safetensors", "--tied", "drop")
+    assert "nothing is tied: no tensors share their bytes in a file" in done.text
+    assert set(load_file(tmp_path / "out.safetensors")) == {"a", "b"}
+
+
+def test_settings_of_a_run_are_no_config_of_a_model(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A ``config.json`` of a trainer beside ranks' files is not carried beside the weights as if it were a model's."""
+    source = rank_files(tmp_path / "source", 2, lambda _: {"w": torch.ones(2)})
+    put(source, {"config.json": b'{"learning_rate": 0.1}'})
+    assert ckpt("export", source, tmp_path / "out").status == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 class TestR37WrongLevel:

@@ -226,11 +226,12 @@ def _first_bytes(manifest: Manifest) -> dict[str, int]:
 
 def _carried(checkpoint: Checkpoint, tensors: TensorTable) -> dict[str, bytes]:
     """What says how to run a model of Hugging Face's, as it lies beside it; the config with the type after casts."""
-    source, config = checkpoint.source, checkpoint.manifest.info.get("config")
-    if not isinstance(config, dict) or source.listing.entry is not None or _CONFIG not in source.listing:
+    source, info = checkpoint.source, checkpoint.manifest.info
+    config, folder = info.get("config"), info.get("config_folder", "")
+    if not isinstance(config, dict) or source.listing.entry is not None or folder + _CONFIG not in source.listing:
         return {}
     before = _most_common_type(checkpoint.manifest.tensors)
-    found = {path: source.read_whole(path) for path in _CARRIED if path in source.listing}
+    found = {name: source.read_whole(folder + name) for name in _CARRIED if folder + name in source.listing}
     after = _most_common_type(tensors)
     if after is not None and before != after:
         key = "dtype" if "dtype" in config else "torch_dtype"

@@ -13,10 +13,15 @@ from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.rank_state import without
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import IntArray
-from ckpt_tool.manifest.vocabulary import stated_tied
+from ckpt_tool.manifest.vocabulary import embedding_and_head, stated_tied
 from ckpt_tool.sizes import counted
 
 __all__ = ["groups_of_shared_bytes", "without_tied"]
+
+_NOTHING = (
+    "nothing is tied: no tensors share their bytes in a file, and no embedding and head hold equal copies; "
+    "--exclude NAME leaves out another copy"
+)
 
 
 def without_tied(
@@ -26,10 +31,12 @@ def without_tied(
 
     ``keep`` leaves all, ``drop`` takes repeats away, ``auto`` does so when the config says ``tie_word_embeddings``.
     Tensors that are the same bytes of the same files are tied whatever their names. Equal copies are tied only where
-    the family's rules call both a vocabulary: a layer made of copies of another, as in an upcycled mixture of experts,
-    is not. Copies are compared by digests, which reads them once.
+    both are a vocabulary, by the family's rules or by the names of an embedding and its head: a layer made of copies of
+    another, as in an upcycled mixture of experts, is not. Copies are compared by digests, which reads them once.
+    Of an embedding and its head the embedding stays, whichever was saved first: a head alone fills no model.
     """
-    shared = groups_of_shared_bytes(manifest)
+    embedding, _ = embedding_and_head(manifest.tensors.fqns)
+    shared = [_led_by(embedding, group) for group in groups_of_shared_bytes(manifest)]
     says_tied, _ = stated_tied(manifest.info.get("config") or {})
     if tied == "keep" or (tied == "auto" and not says_tied):
         named = "; ".join(" = ".join(group) for group in shared[:3])
@@ -41,6 +48,8 @@ def without_tied(
         checkpoint, manifest, [fqn for fqn in manifest.tensors.fqns if fqn not in why]
     )
     why |= copies
+    if not why and not said_of_copies and tied == "drop":
+        said_of_copies = (_NOTHING,)
     if not why:
         return manifest, (), said_of_copies
     left = without(manifest, (), why)
@@ -55,11 +64,16 @@ def _equal_vocabularies(
     from ckpt_tool.layout.resolve import rows_of_kind
 
     rules, _ = rules_for(fqns, None, is_optional=True)
+    known = {fqns[row] for row in rows_of_kind(fqns, rules, "vocab")}
+    known.update(fqn for fqn in embedding_and_head(fqns) if fqn is not None)
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for row in rows_of_kind(fqns, rules, "vocab"):
-        meta = manifest.tensor(fqns[row])
+    for fqn in fqns:
+        if fqn not in known:
+            continue
+        meta = manifest.tensor(fqn)
         alike[meta.dtype.name, meta.shape].append(meta.fqn)
-    candidates = [group for group in alike.values() if len(group) > 1]
+    embedding, _ = embedding_and_head(fqns)
+    candidates = [_led_by(embedding, group) for group in alike.values() if len(group) > 1]
     if not candidates:
         return {}, ()
     from ckpt_tool.api.digest import digests  # 5 ms of start-up that few exports need
@@ -75,6 +89,11 @@ def _equal_vocabularies(
             else:
                 why[fqn] = f"equal to {same}"
     return why, ((f"not tied, their values differ: {'; '.join(differ)}",) if differ else ())
+
+
+def _led_by(first: str | None, group: Sequence[str]) -> tuple[str, ...]:
+    """``group`` with ``first`` in front, where it has it."""
+    return tuple(sorted(group, key=lambda fqn: fqn != first))
 
 
 def groups_of_shared_bytes(manifest: Manifest) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats._collector import collector_paused
+from ckpt_tool.formats._companions import read_config
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata, rank_metadata
 from ckpt_tool.formats._dcp.table import Tables, rank_of, tabulate
 from ckpt_tool.formats._replicas import COPIES
@@ -59,6 +60,7 @@ class DcpReader:
     def _manifest(
         self, source: Source, paths: Sequence[str], tables: Tables, facts: Facts, notes: Sequence[str]
     ) -> Manifest:
+        config, config_notes = read_config(source)
         return Manifest(
             format=self.name,
             root=source.listing.url,
@@ -66,8 +68,8 @@ class DcpReader:
             chunks=tables.chunks,
             files=tables.files,
             blobs=tables.blobs,
-            info=_info(source, paths, tables, facts),
-            notes=(*_notes(paths, tables), *notes),
+            info=_info(source, paths, tables, facts) | config,
+            notes=(*_notes(paths, tables), *notes, *config_notes),
             items=tables.items,
         )
 

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._companions import read_config
 from ckpt_tool.formats._torch_file.archive import HEAD_NBYTES, TorchFile, is_torch_head, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, PlacedBy, assemble, by_itself
 from ckpt_tool.formats._torch_file.described import manifest_of, part_of, section_by_root
@@ -96,7 +97,9 @@ class RankFilesReader(TorchFilesReader):
         if others:
             listed = ", ".join(others[:_SHOWN]) + (" ..." if len(others) > _SHOWN else "")
             assembly.notes.append(f"left out, no rank is in the name, to be given by itself: {listed}")
-        info = _info(chosen, assembly)
+        config, notes = read_config(source)
+        assembly.notes.extend(notes)
+        info = _info(chosen, assembly) | config
         manifest = manifest_of(self.name, source.listing.url, opened, entries, assembly, info)
         return _with_parameter_names(manifest)
 
