@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any
 
-from ckpt_tool.checks.extents import some_names
 from ckpt_tool.errors import CkptError, StorageError
+from ckpt_tool.formats._disagreeing import DISAGREEING, differing, disagreement_findings, is_told
 from ckpt_tool.formats.base import Reader, Source
-from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.finding import Finding
 from ckpt_tool.manifest.model import Blob, Manifest
 
 __all__ = ["disagreeing_ranks"]
 
 _MAX_READ = 4096
-_SETTING = re.compile(r"(?:.*\.)?param_groups?\.(?!.*params$).*")
-_COUNTER = re.compile(r"(?:.*\.)?(?:step|global_steps?|iteration|epoch|_step_count|num_update_steps)")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def disagreeing_ranks(manifest: Manifest, reader: Reader, source: Source) -> Iterator[Finding]:
@@ -25,33 +20,17 @@ def disagreeing_ranks(manifest: Manifest, reader: Reader, source: Source) -> Ite
 
     Cost: that of ``load_blobs`` for such objects as several ranks have and that are not loaded yet.
     """
+    known = manifest.info.get(DISAGREEING, {})
     rows_of: dict[str, list[int]] = {}
     for row, blob in enumerate(manifest.blobs):
-        if blob.rank is not None and (_COUNTER.fullmatch(blob.fqn) or _SETTING.fullmatch(blob.fqn)):
+        if blob.rank is not None and blob.fqn not in known and is_told(blob.fqn):
             rows_of.setdefault(blob.fqn, []).append(row)
-    rows_of = {fqn: rows for fqn, rows in rows_of.items() if len({manifest.blobs[r].rank for r in rows}) > 1}
-    wanted = [row for rows in rows_of.values() for row in rows if not manifest.blobs[row].is_loaded]
+    rows = [row for own in rows_of.values() if len({manifest.blobs[r].rank for r in own}) > 1 for row in own]
+    wanted = [row for row in rows if not manifest.blobs[row].is_loaded]
     blobs = _loaded(manifest, wanted[:_MAX_READ], reader, source)
-    disagreeing: dict[str, str] = {}
-    for fqn, rows in rows_of.items():
-        ranks: dict[str, list[int]] = {}
-        for row in rows:
-            blob = blobs[row]
-            if blob.is_loaded and blob.rank is not None and _is_plain(blob.value):
-                ranks.setdefault(repr(blob.value), []).append(blob.rank)
-        if len(ranks) < 2:
-            continue
-        parts = [f"{value} on ranks {_listed(held)}" for value, held in sorted(ranks.items(), key=lambda i: i[1])]
-        if _COUNTER.fullmatch(fqn):
-            said = f"{fqn} is {'; '.join(parts)}: files of several saves are mixed"
-            yield Finding("mixed-steps", Severity.WARNING, said, fqn)
-        else:
-            disagreeing[fqn] = "; ".join(parts)
-    if disagreeing:
-        first = next(iter(disagreeing))
-        more = f"; so do {some_names(list(disagreeing)[1:])}" if len(disagreeing) > 1 else ""
-        said = f"hyperparameters differ between ranks: {first} is {disagreeing[first]}{more}"
-        yield Finding("ranks-disagree", Severity.WARNING, said, first)
+    several = [blobs[row] for row in rows]
+    held = [(one.fqn, one.rank, one.value) for one in several if one.is_loaded and one.rank is not None]
+    yield from disagreement_findings({**known, **differing(held)})
 
 
 def _loaded(manifest: Manifest, rows: list[int], reader: Reader, source: Source) -> tuple[Blob, ...]:
@@ -62,14 +41,3 @@ def _loaded(manifest: Manifest, rows: list[int], reader: Reader, source: Source)
         raise
     except CkptError:  # an object that cannot be read is the reader's own finding
         return manifest.blobs
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(each, _PLAIN) for each in value)
-    return isinstance(value, _PLAIN)
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"{shown} and {len(ranks) - 8:,} more" if len(ranks) > 8 else shown

@@ -194,6 +194,42 @@ def test_r82_partitions_of_two_numbers_of_ranks(ckpt: Ckpt, tmp_path: Path) -> N
     assert ckpt("verify", source, "--full").status == 0
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_r82_partitions_of_two_saves(ckpt: Ckpt, tmp_path: Path, stage: int) -> None:
+    """Beside R82: a rank's partition of another step or another run is told by what all ranks repeat, numbers too."""
+
+    def changed(step: int | None, rate: float | None) -> Path:
+        files = dict((stage2 if stage == 2 else stage3)(WEIGHTS, GROUPS))
+        for rank in (0, 1):
+            name = f"{FOLDER}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            value: Any = torch.load(io.BytesIO(files[name]), weights_only=True)
+            outer = value["optimizer_state_dict"]
+            base = outer["base_optimizer_state" if stage == 2 else "optimizer_state_dict"]
+            for states in base["state"].values():
+                states["step"] = step if rank and step else 7
+            base["param_groups"][1]["lr"] = rate if rank and rate else 0.5
+            files[name] = saved(value)
+        return put(files, tmp_path / f"{step}-{rate}")
+
+    assert ckpt("verify", changed(None, None), "--strict").status == 0
+    for source, said in (
+        (changed(9, None), "optimizer.state.0.step is 7 on ranks 0; 9 on ranks 1: files of several saves are mixed"),
+        (changed(None, 0.1), "optimizer.param_groups.1.lr is 0.5 on ranks 0; 0.1 on ranks 1"),
+    ):
+        checked = ckpt("verify", source, "--strict")
+        assert (checked.status, said in checked.text) == (1, True)
+        done = ckpt("reshard", source, tmp_path / "out", "--to", "deepspeed", "--dp", "3", "--overwrite")
+        assert (done.status, said in done.text) == (0, True)
+
+
+def test_r82_model_states_of_two_saves(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R82: of stage 3 each rank's model state counts steps, and must count the same."""
+    name = f"{FOLDER}zero_pp_rank_1_mp_rank_00_model_states.pt"
+    later = stage3(WEIGHTS, GROUPS, global_steps=8)[name]
+    checked = ckpt("verify", put({**stage3(WEIGHTS, GROUPS), name: later}, tmp_path))
+    assert (checked.status, "error mixed-steps global_steps is 7 on ranks 0; 8 on ranks 1" in checked.text) == (1, True)
+
+
 def test_r82_names_before_there_was_an_underscore(ckpt: Ckpt, tmp_path: Path) -> None:
     """Beside R82: old ``zero_pp_rank_0_mp_rank_00optim_states.pt`` are partitions, and a missing one is called so."""
     files = {path.replace("_optim_states", "optim_states"): data for path, data in stage2(WEIGHTS, GROUPS).items()}

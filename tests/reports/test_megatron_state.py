@@ -267,3 +267,22 @@ def test_r79_norms_that_ranks_hold_differently(ckpt: Ckpt, tmp_path: Path) -> No
     words = ["reshard", source, tmp_path / "out", "--to", "megatron-legacy", "--unequal", "first", "--no-fsync"]
     assert ckpt(*words).status == 0
     assert contents(tmp_path / "out") == Run(layers=(((0, 1),),)).truth(slots=())
+
+
+def test_files_of_two_saves(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R68: a rank's file of another iteration, or of a run of other sizes: an error, and said on converting."""
+    files = legacy_files(Run(tp=2, layers=(((0, 1),),)), with_optimizer=False)
+    name = "mp_rank_01/model_optim_rng.pt"
+    root = torch.load(io.BytesIO(files[name]), weights_only=False)
+    source = stored(tmp_path / "later", {**files, name: saved({**root, "iteration": 8})})
+    said = "iteration is 7 on ranks 0; 8 on ranks 1: files of several saves are mixed"
+    checked = ckpt("verify", source)
+    assert (checked.status, f"error mixed-steps {said}" in checked.text) == (1, True)
+    done = ckpt("reshard", source, tmp_path / "out", "--to", "megatron", "--no-fsync")
+    assert (done.status, f"note: {said}" in done.text) == (0, True)
+    root["args"].hidden_size = 16
+    source = stored(tmp_path / "wider", {**files, name: saved({**root, "optimizer": {"param_groups": [{"step": 9}]}})})
+    assert ckpt("verify", source).status == 0  # the first rank says nothing of either
+    root["args"].num_layers = 3
+    checked = ckpt("verify", stored(tmp_path / "other", {**files, name: saved(root)}), "--strict")
+    assert (checked.status, "args.num_layers is 2 on ranks 0; 3 on ranks 1" in checked.text) == (1, True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.formats.deepspeed.build import Built
@@ -77,6 +77,22 @@ def facts_of(
         "weights_are_masters": weights.is_stage3 and bool(found.optims),
     }
     return {key: value for key, value in facts.items() if type(value) is int or value}
+
+
+def values_of_ranks(found: Checkpoint) -> Iterator[tuple[str, int, Any]]:
+    """``(name, global rank, value)`` of what several files say alike where they are of one save.
+
+    Of optimizers only ranks of one model-parallel rank are comparable: stages have parameter groups of their own.
+    """
+    for model in found.models:
+        yield "global_steps", found.global_rank(model.mp, model.dp or 0), model.root.get("global_steps")
+    for state in found.optims:
+        rank = found.global_rank(state.mp, state.dp)
+        prefix = "optimizer." if found.mp_world_size == 1 else f"optimizer.mp_rank_{state.mp:02d}."
+        for number, values in enumerate(state.states):
+            yield f"{prefix}state.{number}.step", rank, values.get("step")
+        for number, group in enumerate(state.param_groups):
+            yield from ((f"{prefix}param_groups.{number}.{key}", rank, group[key]) for key in group if key != "params")
 
 
 def _pipeline(found: Checkpoint, weights: Weights) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tool.errors import NotFound
+from ckpt_tool.formats._disagreeing import DISAGREEING, differing, disagreement_findings
 from ckpt_tool.formats._missing import missing_text
 from ckpt_tool.formats._replicas import COPIES, MAX_COPY_NBYTES
 from ckpt_tool.formats._torch_file.described import manifest_of
@@ -17,7 +18,7 @@ from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.deepspeed.build import build
 from ckpt_tool.formats.deepspeed.expected import lacks_optimizer, missing_files, told_by_few
-from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of
+from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, placement_of, values_of_ranks
 from ckpt_tool.formats.deepspeed.findings import WITHOUT_OPTIMIZER, checkpoint_findings, copy_findings, parameter_of
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import weights_of
@@ -98,6 +99,9 @@ class DeepSpeedReader(TorchFilesReader):
         info = facts_of(found, located, built, weights, placement, missing, stage=stage)
         if lacks_optimizer(found.files, found.models):
             info["optimizer_lost"] = True
+        if mixed := differing(values_of_ranks(found)):
+            info[DISAGREEING] = mixed
+            built.assembly.notes += [finding.message for finding in disagreement_findings(mixed)]
         manifest = manifest_of(self.name, source.listing.url, found.opened, built.entries, built.assembly, info)
         small = (manifest.tensors.nbytes <= MAX_COPY_NBYTES).tolist()
         copies = [fqn for fqn, is_small in zip(manifest.tensors.fqns, small, strict=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ckpt_tool.errors import FormatError, NotFound
+from ckpt_tool.formats._disagreeing import DISAGREEING, differing, disagreement_findings
 from ckpt_tool.formats._replicas import COPIES, MAX_COPY_NBYTES, replica_findings
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
@@ -23,6 +25,7 @@ from ckpt_tool.formats.megatron.keys import weight_name
 from ckpt_tool.formats.megatron.location import Location, locate, within
 from ckpt_tool.formats.megatron.nemo import CONFIG, facts_of_config
 from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, built_in_rules
+from ckpt_tool.formats.megatron.parameter_groups import own_groups
 from ckpt_tool.formats.megatron.rank_files import (
     MODEL_FILE,
     NEMO_FILE,
@@ -242,6 +245,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         Blob(fqn, "value", None, value, ("model", fqn.removeprefix("model.")), None, is_loaded=True)
         for fqn, value in model.extra_states
     ]
+    mixed = differing(_values_of_ranks(files, grid))
     known = {
         "step": common.iteration,
         "world_size": facts.world_size,
@@ -254,6 +258,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         "int_keyed_dicts": list(common.int_keyed) or None,
         "n_rank_folders": len(grid.folders),
         COPIES: _small_copies(tables[0], tables[1]) or None,
+        DISAGREEING: mixed or None,
     }
     return Manifest(
         format=name,
@@ -264,8 +269,24 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         blobs=(*extra, *common.assembly.blobs, *random_states.blobs),
         mesh=facts.mesh() if common.root.get("args") is not None else facts.mesh(f"{CONFIG} of NeMo"),
         info={key: value for key, value in known.items() if value is not None},
-        notes=tuple(_notes(location, model, optimizer, common)),
+        notes=(*_notes(location, model, optimizer, common), *(one.message for one in disagreement_findings(mixed))),
     )
+
+
+def _values_of_ranks(files: Mapping[Coord, TorchFile], grid: Grid) -> Iterator[tuple[str, int, Any]]:
+    """``(name, rank, value)`` of what all ranks' files say alike where they are of one save."""
+    for coord, file in files.items():
+        rank, root = grid.number(coord), file.root if isinstance(file.root, Mapping) else {}
+        yield "iteration", rank, root.get("iteration")
+        yield from ((f"args.{name}", rank, value) for name, value in facts_of(root.get("args")).described().items())
+        schedule = root.get("opt_param_scheduler")
+        for name, value in schedule.items() if isinstance(schedule, Mapping) else ():
+            yield f"opt_param_scheduler.{name}", rank, value
+        optimizer = root.get("optimizer")
+        for number, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+            steps = {group["step"] for group in own_groups(part) if type(group.get("step")) in (int, float)}
+            if len(steps) == 1:
+                yield f"optimizer.{number}.step", rank, steps.pop()
 
 
 def _small_copies(tensors: TensorTable, chunks: ChunkTable) -> list[str]:
