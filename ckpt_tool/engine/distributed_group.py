@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ from ckpt_tool.engine.distributed_roll_call import RollCall
 from ckpt_tool.errors import CkptError, StorageError, UsageError
 from ckpt_tool.sizes import counted
 
-__all__ = ["Group"]
+__all__ = ["Device", "Group"]
+
+Device: TypeAlias = torch.device
 
 _MAX_TEXT_BYTES = 1 << 20
 _HEAD_BYTES = 128 << 10  # of a broadcast whose length only the first rank knows; most end within it
@@ -54,7 +56,9 @@ class Group:
         """torch's object, for what is kept as long as it lives; None without torch.distributed."""
         self._roll_call = RollCall(self.process_group, self.rank, self.size) if self.size > 1 else None
         self._root = dist.get_global_rank(process_group, 0) if is_joined and process_group is not None else 0
+        self._kinds = _kinds_of(self.process_group) if is_joined else ("cpu",)
         self.device = _device_of(self.process_group) if is_joined else torch.device("cpu")
+        """Where the tensors of its small collectives are."""
 
     @property
     def backend(self) -> str:
@@ -86,32 +90,33 @@ class Group:
 
     def gather(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         """The rows of every rank; ``int64[n, width]`` with a width that is the same on all ranks. Two collectives."""
-        return self.gather_noting(rows, 0, None)[0]
+        return self.gather_noting(rows, (), None)[0]
 
     def gather_noting(
-        self, rows: npt.NDArray[np.int64], note: int, failure: BaseException | None
-    ) -> tuple[list[npt.NDArray[np.int64]], list[int]]:
-        """The rows and the note of every rank. One collective, two where some rank has many rows.
+        self, rows: npt.NDArray[np.int64], notes: Sequence[int], failure: BaseException | None
+    ) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+        """The rows of every rank, and ``int64[size, n]``: its notes. One collective, two where some have many rows.
 
         Raises:
             CkptError: some rank has a ``failure``; its rows are not looked at.
         """
         if self.size == 1:
             self.agree(failure)
-            return [rows], [note]
+            return [rows], np.array([notes], dtype=np.int64)
         width = rows.shape[1]
         room = min(_FEW_NUMBERS, _FEW_NUMBERS_OF_ALL // self.size)
         few = rows.reshape(-1)[:room].tolist()
-        headers = self.gather_row([len(rows), note, *few, *[0] * (room - len(few))], failure)
-        counts, notes = headers[:, 0].tolist(), headers[:, 1].tolist()
+        headers = self.gather_row([len(rows), *notes, *few, *[0] * (room - len(few))], failure)
+        counts, noted, content = np.split(headers, [1, 1 + len(notes)], axis=1)
+        counts = counts[:, 0].tolist()
         if max(counts) * width <= room:
-            return [headers[rank, 2 : 2 + n * width].reshape(n, width) for rank, n in enumerate(counts)], notes
+            return [content[rank, : n * width].reshape(n, width) for rank, n in enumerate(counts)], noted
         padded = np.zeros((max(counts), width), dtype=np.int64)
         padded[: len(rows)] = rows
         if not padded.size:
-            return [padded[:count] for count in counts], notes
+            return [padded[:count] for count in counts], noted
         everyone = self._all_gather(padded.reshape(-1)).reshape(self.size, -1, width)
-        return [everyone[rank, :count] for rank, count in enumerate(counts)], notes
+        return [everyone[rank, :count] for rank, count in enumerate(counts)], noted
 
     def gather_texts(self, text: str) -> list[str]:
         """The text of every rank."""
@@ -180,22 +185,33 @@ class Group:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_splits: list[int], sent_splits: list[int]
     ) -> None:
-        """Bytes to and from every rank, in rank order; returns when ``received`` (host memory) holds them."""
-        here = received if self.device.type == "cpu" else torch.empty_like(received, device=self.device)
-        there = sent if self.device.type == "cpu" else sent.to(self.device, non_blocking=True)
-        work = dist.all_to_all_single(here, there, received_splits, sent_splits, group=self._group, async_op=True)
-        self._wait(work)
-        if here is not received:
-            received.copy_(here)
+        """Bytes to and from every rank, in rank order.
 
-    def exchange_cost(self, nbytes: int) -> float:
+        Args:
+            received: uint8[sum of ``received_splits``] on a `carrier`, by whose device the group moves them. On return
+                host memory holds what came, and a device's stream comes to it after it is there.
+            sent: uint8[sum of ``sent_splits``], in host memory.
+            received_splits: bytes from each rank.
+            sent_splits: bytes to each rank.
+        """
+        moved = sent.to(received.device, non_blocking=True)
+        work = dist.all_to_all_single(received, moved, received_splits, sent_splits, group=self._group, async_op=True)
+        self._wait(work)
+
+    def carrier(self, device: torch.device | None) -> torch.device:
+        """Where `all_to_all` is to receive what is for ``device`` (None: the host): there, if the group reaches it."""
+        return device if device is not None and device.type in self._kinds else self.device
+
+    def exchange_cost(self, nbytes: int, carrier: torch.device) -> float:
         """Seconds per byte that one rank receives when all send ``nbytes`` in all, measured once, warmed up."""
         share = max(nbytes // self.size, 1)
         splits = [share] * self.size
-        sent, received = (torch.zeros(share * self.size, dtype=torch.uint8, device="cpu") for _ in range(2))
-        self.all_to_all(received, sent, splits, splits)
-        begun = time.perf_counter()
-        self.all_to_all(received, sent, splits, splits)
+        sent = torch.zeros(share * self.size, dtype=torch.uint8, device="cpu")
+        received = torch.empty(share * self.size, dtype=torch.uint8, device=carrier)
+        for _ in range(2):
+            begun = time.perf_counter()
+            self.all_to_all(received, sent, splits, splits)
+            received[-1].item()  # which a device gives when it has all
         return (time.perf_counter() - begun) / (share * max(self.size - 1, 1))
 
     def begin_row(self, row: Sequence[int]) -> Callable[[], npt.NDArray[np.int64]]:
@@ -257,12 +273,17 @@ class Group:
         return StorageError(f"rank {self.rank} of {self.size} cannot go on: {cause}", hint=hint)
 
 
+def _kinds_of(process_group: Any) -> tuple[str, ...]:
+    """The types of devices whose tensors a group takes; torch writes them as ``cpu:gloo,cuda:nccl``."""
+    return tuple(pair.partition(":")[0] for pair in str(dist.get_backend_config(process_group)).split(","))
+
+
 def _device_of(process_group: Any) -> torch.device:
-    """Where the tensors of a group's collectives are to be: in host memory where it takes that.
+    """Where the tensors of a group's small collectives are to be: in host memory where it takes that.
 
     Else on the device that the group is bound to (``init_process_group(device_id=...)``), or this thread's current one.
     """
-    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(process_group)).split(",")]
+    kinds = _kinds_of(process_group)
     if "cpu" in kinds:
         return torch.device("cpu")
     bound = getattr(process_group, "bound_device_id", None)

@@ -23,6 +23,7 @@ from ckpt_tool.manifest.model import FileEntry, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.read_buffer import plain_memory
 from ckpt_tool.storage.store import Store
 
 __all__ = [
@@ -51,6 +52,10 @@ class Memory(Protocol):
 
     def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
         """Set the elements at ``index``; ``elements`` are numbers of the same width."""
+        ...
+
+    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """uint8[nbytes] out of which ``put`` takes elements fastest."""
         ...
 
 
@@ -184,9 +189,11 @@ class Filler:
     ) -> None:
         self._places, self._landings = places, landings
         self._take_other = take_other
+        devices = (each.memory.buffer for each in landings.values() if each.memory.array is None)
         self._reader = TileReader(
-            plan.source, plan.tiles, plan.reads, store, ahead_bytes=_AHEAD_BYTES, n_workers=_N_SHARING
-        )
+            plan.source, plan.tiles, plan.reads, store, ahead_bytes=_AHEAD_BYTES, n_workers=_N_SHARING,
+            allocate=next(devices, plain_memory),
+        )  # fmt: skip
 
     @property
     def read_nbytes(self) -> int:

@@ -15,7 +15,7 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import ByteRuns, byte_runs, contiguous_strides, merge_runs
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.plan.model import Pieces, Tiles
-from ckpt_tool.storage.read_buffer import ReadBuffer
+from ckpt_tool.storage.read_buffer import Allocate, ReadBuffer, plain_memory
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:
@@ -43,11 +43,13 @@ class TileReader:
         store: where those are.
         ahead_bytes: what ``ahead`` may fetch before it is needed.
         n_workers: readers that share the requests which the storage likes to have at once.
+        allocate: makes the buffer that tiles come in.
     """
 
     def __init__(
-        self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store, *, ahead_bytes: int, n_workers: int
-    ) -> None:
+        self, source: Manifest, tiles: Tiles, reads: Pieces, store: Store, *, ahead_bytes: int, n_workers: int,
+        allocate: Allocate = plain_memory,
+    ) -> None:  # fmt: skip
         self._source = source
         self._tiles = tiles
         self._reads = reads
@@ -55,7 +57,7 @@ class TileReader:
         self._ahead: ReadAhead | None = None
         self._ahead_bytes = min(ahead_bytes, store.cost.read_ahead_bytes)
         self._n_requests = max(store.cost.concurrency // n_workers, 2)
-        self._tile = ReadBuffer()
+        self._tile = ReadBuffer(allocate)
         self.scratch = ReadBuffer()
         """Holds one piece while a tile is read, and nothing between two calls."""
         self._span = ReadBuffer()

@@ -30,6 +30,10 @@ class HostMemory:
         if self.array is not None:
             self.array[index] = elements
 
+    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """uint8[nbytes] out of which ``put`` takes elements fastest."""
+        return np.empty(nbytes, dtype=np.uint8)
+
 
 class TensorMemory:
     """Memory of a device: elements go there by a copy that has ended when ``put`` returns.
@@ -49,6 +53,17 @@ class TensorMemory:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    def put_tensor(self, index: tuple[slice, ...], content: torch.Tensor, sizes: tuple[int, ...]) -> None:
+        """Set the elements at ``index``, of ``sizes``, to the bits of ``content``, uint8 on any device.
+
+        Behind what this thread's stream was told, and before what it is told next.
+        """
+        kind = self._bits.dtype
+        if content.storage_offset() % kind.itemsize:
+            content = content.clone()  # where numbers of that width may begin
+        with torch.inference_mode():
+            self._bits[index].copy_(content.view(kind).view(sizes))
+
     def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
         """Set the elements at ``index``; ``elements`` are numbers of the same width."""
         packed = np.ascontiguousarray(elements)
@@ -59,6 +74,15 @@ class TensorMemory:
         # What is strided there comes in one run and is spread by a kernel, for which such a copy does not wait; the
         # training's stream need not wait for the one of a thread that reads.
         self._await_stream()
+
+    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """uint8[nbytes] out of which ``put`` takes elements fastest: locked in memory, where the runtime does that."""
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
+        except RuntimeError:  # it locks no more of them; copies take longer then
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        found: npt.NDArray[np.uint8] = memory.numpy()
+        return found
 
 
 def memory_of(view: torch.Tensor, where: str) -> HostMemory | TensorMemory:

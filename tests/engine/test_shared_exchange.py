@@ -37,6 +37,10 @@ class ArrayMemory:
         if self.array is not None:
             self.array[index] = elements
 
+    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Any memory."""
+        return np.empty(nbytes, dtype=np.uint8)
+
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,8 @@ class _Functions:
 
     foreach, to, resolve = torch._foreach_copy_, torch.Tensor.to, torch.Tensor.resolve_conj
 
-    def __init__(self, told: list[tuple[Any, ...]]) -> None:
-        self.told = told
+    def __init__(self, told: list[tuple[Any, ...]], *, locks_pages: bool) -> None:
+        self.told, self._locks_pages = told, locks_pages
         self._within = threading.local()
         self._known: dict[str, _Stream] = {}
         self._numbers = iter(range(1_000_000))
@@ -223,6 +223,8 @@ class _Functions:
         def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
             if pin_memory:
                 self.told.append(("pinned",))
+                if not self._locks_pages:
+                    raise RuntimeError("CUDA error: out of memory")
             is_there = device is not None and torch.device(device).type == "cuda"
             if is_there and kernel is not None:
                 return kernel()
@@ -233,18 +235,18 @@ class _Functions:
 
 
 @contextmanager
-def pretended_cuda(*, pin_error: int = 0) -> Iterator[list[tuple[Any, ...]]]:
+def pretended_cuda(*, pin_error: int = 0, locks_pages: bool = True) -> Iterator[list[tuple[Any, ...]]]:
     """A block in which there are two devices, used by one thread that trains; gives the list of what they are told.
 
     ``torch.cuda.current_stream(device).do(function)`` is a kernel of a test's training. Locking pages fails with
-    ``pin_error``, if one is given.
+    ``pin_error``, if one is given; without ``locks_pages`` no memory is made that has them locked.
 
     Entries: ``("record" | "synchronize" | "reached", stream)``, ``("wait", stream, stream waited for)``, ``("copy",
     stream or None, tensors, whether it may go on)``, ``("resolve", stream or None)``, ``("pin", address, nbytes,
-    flags)``, ``("unpin", address)``, ``("pinned",)`` for memory that is made so.
+    flags)``, ``("unpin", address)``, ``("pinned",)`` for memory that is made so, or would be.
     """
     told: list[tuple[Any, ...]] = []
-    own, runtime = _Functions(told), _Runtime(told, pin_error)
+    own, runtime = _Functions(told, locks_pages=locks_pages), _Runtime(told, pin_error)
     with (
         patch.multiple(
             torch.cuda, Stream=own.own_stream, Event=lambda blocking=False: _Event(told), stream=own.within,

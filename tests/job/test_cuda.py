@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import ckpt_tool
 from ckpt_tool.engine.distributed_group import Group
+from ckpt_tool.frameworks.memory import TensorMemory, memory_of
 
 pytestmark = pytest.mark.cuda
 
@@ -95,15 +96,29 @@ def test_small_buffers(tmp_path: Path) -> None:
     assert state["w"].cpu().equal(whole)
 
 
+@pytest.mark.parametrize("start", [0, 4, 1])
+def test_bits_that_are_on_a_device_already(start: int) -> None:
+    """Wherever they begin there, they go to memory of any strides; pages that loads read to are locked."""
+    content = torch.zeros(200, dtype=torch.uint8, device="cuda")
+    content[start : start + 192] = TRUTH["f32"].reshape(-1).view(torch.uint8).cuda()
+    base = torch.full((8, 12), -1.0, device="cuda")
+    memory = memory_of(base[:, ::2].t(), "w")
+    assert isinstance(memory, TensorMemory)
+    memory.put_tensor((slice(0, 6), slice(0, 8)), content[start : start + 192], (6, 8))
+    assert base[:, ::2].t().cpu().equal(TRUTH["f32"])
+    assert base[:, 1::2].eq(-1).all()
+    assert torch.from_numpy(memory.buffer(1 << 20)).is_pinned()
+
+
 @pytest.mark.usefixtures("nccl")
 def test_collectives_of_nccl() -> None:
     """What ranks tell each other goes through device memory, and comes back as it was."""
     group = Group(timeout_s=60)
     assert group.device.type == "cuda"
     assert group._all_gather(torch.arange(4).numpy()).tolist() == [0, 1, 2, 3]
-    sent, received = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    sent, received = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8, device="cuda")
     group.all_to_all(received, sent, [16], [16])
-    assert received.equal(sent)
+    assert received.cpu().equal(sent)
 
 
 @pytest.mark.usefixtures("nccl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,8 @@ def test_a_copy_that_fails(tmp_path: Path, saver: Saver) -> None:
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_load_into_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("locks_pages", [True, False])
+def test_a_load_into_devices(tmp_path: Path, locks_pages: bool) -> None:
     """Elements arrive in any strides and types; what lies between is not touched."""
     whole = torch.arange(48.0).reshape(6, 8)
     saved = {"a": whole, "b": whole.to(torch.bfloat16), "c": whole.clone(), "d": whole.long()}
@@ -122,9 +124,10 @@ def test_a_load_into_devices(tmp_path: Path) -> None:
         "a": base[:, ::2].t(), "b": on_device(torch.zeros(6, 8, dtype=torch.bfloat16)),
         "c": on_device(torch.zeros(6, 8, dtype=torch.float16), 1), "d": on_device(torch.zeros(6, 8, dtype=torch.int64)),
     }  # fmt: skip
-    with pretended_cuda():
+    with pretended_cuda(locks_pages=locks_pages) as told:
         report = ckpt_tool.load(state, tmp_path / "m.safetensors", cast=True, memory_budget_bytes=64 << 10)
     assert report.n_tensors == 4
+    assert ("pinned",) in told  # what is read comes to pages that a device takes it from
     assert state["a"].cpu().equal(whole)
     assert base.cpu()[:, 1::2].eq(-1).all()
     assert state["b"].cpu().equal(whole.to(torch.bfloat16))
@@ -149,32 +152,114 @@ def test_a_load_between_what_training_does(tmp_path: Path, n_workers: int, is_st
         assert state.cpu().equal(whole)
 
 
+TRANSPORTS = {"cuda:nccl": "cuda", "cpu:gloo,cuda:nccl": "cpu"}
+"""What a group is joined by, and where its small collectives go."""
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a job saw, by transport."""
+    folder = tmp_path_factory.mktemp("exchanges")
+    save_file(_kinds(), folder / "kinds.safetensors")
+    workers.start(exchanging, 2, folder)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+def _kinds() -> dict[str, torch.Tensor]:
+    """Tensors of many widths and odd sizes, so that their pieces begin anywhere."""
+    numbers = torch.arange(4099)
+    return {
+        "bytes": numbers[:777].to(torch.uint8), "halves": numbers.half(),
+        "turned": numbers[:1200].reshape(30, 40).double(), "cast": numbers.float(), "step": torch.tensor(7.0),
+        "flags": numbers % 3 == 0, "fp8": numbers[:91].to(torch.float8_e4m3fn),
+    }  # fmt: skip
+
+
 @pytest.mark.dist
-def test_collectives_go_through_the_device(tmp_path: Path) -> None:
-    """Numbers and bytes go there and come back, and what waits in host memory is pinned."""
-    workers.start(exchanging, 2, tmp_path)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
-        assert found["device"] == "cuda"
-        assert found["different"] == {way: [] for way in workers.EXCHANGES}
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_an_exchange_carries(exchanged: list[dict[str, Any]], transport: str) -> None:
+    """Bytes for a device go through it and stay there, whatever else the group goes through; what waits is pinned."""
+    for rank in exchanged:
+        found = rank[transport]
+        assert found["device"] == TRANSPORTS[transport]
+        assert found["different"] == {way: [] for way in [*workers.EXCHANGES, "auto"]}
         assert found["n_pinned"] >= 2
+        assert set(found["carriers"]) == {"cuda"}
+        assert "through an all-to-all" in found["why"]
+
+
+@pytest.mark.dist
+def test_states_that_are_on_no_device(exchanged: list[dict[str, Any]]) -> None:
+    """They go through host memory where the group reaches that, also when other ranks have a device."""
+    for rank in exchanged:
+        assert {name: found["of_host"] for name, found in rank.items()} == {
+            transport: [[kind], [kind]] for transport, kind in TRANSPORTS.items()
+        }
 
 
 def exchanging(rank: int, size: int, rendezvous: str, out: str) -> None:
-    """One rank of a job whose group has a device only."""
+    """One rank of a job whose group has a device, alone or beside host memory."""
     with workers.joined(rank, size, rendezvous), pretended_cuda() as told:
-        truth = workers.truth_of("hf_sharded")
-        different = {}
-        for way in workers.EXCHANGES:
-            state = {name: on_device(torch.zeros_like(tensor)) for name, tensor in truth.items()}
-            ckpt_tool.load(state, workers.url("hf_sharded"), exchange=way)
-            different[way] = [name for name, tensor in truth.items() if bits(state[name]) != bits(tensor)]
-        group = Group(timeout_s=60)
-        assert group.largest([float(rank)]) == [float(size - 1)]
-        assert group.share(lambda: b"told") == b"told"
-        found = {"device": group.device.type, "different": different, "n_pinned": told.count(("pinned",))}
+        found = {}
+        for transport in TRANSPORTS:
+            told.clear()
+            with patch.object(dist, "get_backend_config", lambda _=None, transport=transport: transport):
+                found[transport] = _exchanged(rank, size, f"{out}/kinds.safetensors") | {
+                    "n_pinned": told.count(("pinned",))
+                }
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()
+
+
+def _exchanged(rank: int, size: int, path: str) -> dict[str, Any]:
+    group = Group(timeout_s=60)
+    assert group.largest([float(rank)]) == [float(size - 1)]
+    assert group.share(lambda: b"told") == b"told"
+    truth, different, why = _kinds(), {}, ""
+    carriers: list[str] = []
+    with _carriers(carriers):
+        ways: list[Any] = [*workers.EXCHANGES, "auto"]
+        for way in ways:
+            state = _zeros(truth)
+            report = ckpt_tool.load(state, path, exchange=way, cast=True, memory_budget_bytes=256 << 10)
+            why = report.why
+            different[way] = [name for name, each in truth.items() if bits(state[name]) != bits(_as_loaded(name, each))]
+    of_host = []
+    for is_there in (False, rank == 0):
+        kinds: list[str] = []
+        with _carriers(kinds):
+            host = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+            ckpt_tool.load(_zeros(truth) if is_there else host, path, exchange="all-to-all", cast=True)
+        of_host.append(sorted(set(kinds)))
+    return {
+        "device": group.device.type, "different": different, "why": why, "carriers": carriers, "of_host": of_host
+    }  # fmt: skip
+
+
+def _zeros(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state on a device, but for a counter; one tensor lies otherwise there, and one is of another type."""
+    state: dict[str, torch.Tensor] = {name: on_device(torch.zeros_like(tensor)) for name, tensor in truth.items()}
+    state["turned"] = on_device(torch.zeros(40, 30, dtype=torch.float64)).t()
+    state["cast"] = on_device(torch.zeros(4099, dtype=torch.bfloat16))
+    state["step"] = torch.zeros(())
+    return state
+
+
+def _as_loaded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if name == "cast" else tensor
+
+
+@contextmanager
+def _carriers(kinds: list[str]) -> Iterator[None]:
+    """Notes where each all-to-all receives."""
+    real = Group.all_to_all
+
+    def carry(self: Group, received: torch.Tensor, *others: Any) -> None:
+        kinds.append(received.device.type)
+        real(self, received, *others)
+
+    with patch.object(Group, "all_to_all", carry):
+        yield
 
 
 @pytest.mark.dist

@@ -24,6 +24,7 @@ from ckpt_tool.api.job.load_move import Moved, Moves, plan_moves, run_moves
 from ckpt_tool.api.job.load_target import (
     Memories,
     Target,
+    device_of,
     fill_from_objects,
     matched,
     memories_of,
@@ -259,14 +260,17 @@ class _Loading:
         aimed, failure = _attempt(aim)
         own = aimed[1].problems(strict=options.strict) if aimed else []
         rows = aimed[1].rows if aimed else np.zeros((0, 1), dtype=np.int64)
-        everyone, n_problems = group.gather_noting(rows, len(own), failure)
+        carrier = group.carrier(device_of(live))
+        everyone, notes = group.gather_noting(rows, [len(own), carrier != group.device], failure)
         manifest, target, landings = aimed
-        unexpected = self._check(manifest, everyone, own if any(n_problems) else None)
+        unexpected = self._check(manifest, everyone, own if notes[:, 0].any() else None)
         if shared.resolve(manifest, everyone):
             found, failure = _attempt(shared.manifest)
             group.agree(failure)
             manifest = found.replace(blobs=manifest.blobs)
-        choice = choose_exchange(options.exchange, manifest, everyone, self._payload(manifest), group, hosts)
+        if not notes[:, 1].all():
+            carrier = group.device
+        choice = choose_exchange(options.exchange, manifest, everyone, self._payload(manifest), group, hosts, carrier)
         moves, failure = _attempt(lambda: self._moves(choice, manifest, everyone, landings, hosts))
         if failure is not None:
             group.agree(failure)  # whatever the exchange, the others agree next, before it or once they have read
@@ -287,7 +291,8 @@ class _Loading:
 
     def _move(self, known: Known, live: LiveState, hosts: Hosts) -> Moved:
         made, failure = _attempt(lambda: (self._landings or known.target.landings(live), self._store_of(known.files)))
-        return run_moves(known.moves, made, failure, self._group, hosts, self._options.n_workers)
+        carrier = known.choice.carrier
+        return run_moves(known.moves, made, failure, self._group, hosts, carrier, self._options.n_workers)
 
     def _payload(self, manifest: Manifest) -> Store:
         """The store of this rank's reads."""
@@ -347,7 +352,7 @@ class _Loading:
 
 def _fingerprint(digest: int, everyone: Sequence[IntArray], choice: Choice) -> int:
     """A number, never 0, that is equal on all ranks of one load, and other for any other one."""
-    found = hashlib.blake2b(f"{digest} {choice.exchange}".encode(), digest_size=7)
+    found = hashlib.blake2b(f"{digest} {choice.exchange} {choice.carrier.type}".encode(), digest_size=7)
     for rows in everyone:
         found.update(np.ascontiguousarray(rows).data)
     return int.from_bytes(found.digest(), "little") + 1

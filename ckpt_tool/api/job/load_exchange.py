@@ -18,7 +18,7 @@ from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:
-    from ckpt_tool.engine.distributed_group import Group
+    from ckpt_tool.engine.distributed_group import Device, Group
     from ckpt_tool.engine.distributed_hosts import Hosts
 
 __all__ = ["Choice", "Exchange", "choose_exchange", "needed_bytes"]
@@ -45,13 +45,16 @@ class Choice:
     exchange: str
     """``none``, ``shared-memory`` or ``all-to-all``."""
     why: str
-    probe_nbytes: int
+    carrier: Device
+    """Where an all-to-all receives on this rank, of the same type on all."""
+    probe_nbytes: int = 0
     """Read by this rank to measure the storage."""
 
 
 def choose_exchange(
-    asked: Exchange, manifest: Manifest, everyone: Sequence[IntArray], store: Store, group: Group, hosts: Hosts
-) -> Choice:
+    asked: Exchange, manifest: Manifest, everyone: Sequence[IntArray], store: Store, group: Group, hosts: Hosts,
+    carrier: Device,
+) -> Choice:  # fmt: skip
     """The same choice on every rank. Costs a read of at most 1 MiB and a few small exchanges where sharing could pay.
 
     Args:
@@ -61,22 +64,23 @@ def choose_exchange(
         store: where it lies.
         group: the ranks.
         hosts: where they run.
+        carrier: where an all-to-all would receive, of the same type on all ranks.
     """
     if group.size == 1:
-        return Choice("none", "there is one rank", 0)
+        return Choice("none", "there is one rank", carrier)
     if asked != "auto":
-        return Choice(asked, "asked for", 0)
+        return Choice(asked, "asked for", carrier)
     needed, once = needed_bytes(manifest, everyone, store.cost.max_gap_bytes)
     sharing = sum(needed) / max(once, 1)
     why = f"each byte would be read {sharing:.2f} times"
     if sharing < _SHARED_ENOUGH:
-        return Choice("none", why, 0)
+        return Choice("none", why, carrier)
     exact = _rank_bytes(everyone, _box_bytes(manifest, np.concatenate(everyone)))
     # Bytes that are read with gaps between them are copied once more, without them.
     works = {"none": _Work(max(needed), max(exact) if sum(needed) > sum(exact) else 0)}
     if max(len(ranks) for ranks in hosts.groups) > 1:
         works["shared-memory"] = _shared_work(manifest, everyone, hosts)
-    if len(hosts.groups) > 1:
+    if len(hosts.groups) > 1 or carrier.type != "cpu":  # on one host devices may be joined by more than its memory
         works["all-to-all"] = _Work(once / group.size, 0, -(-(once / group.size) // _STEP_BYTES) * _STEP_S)
     copies_differ = len({work.copied for work in works.values()}) > 1  # what all ways copy alike decides nothing
     read_cost, probe_nbytes, failure = 0.0, 0, None
@@ -87,13 +91,13 @@ def choose_exchange(
     read_cost, copy_cost = group.agree(failure, [read_cost, _copy_cost() if copies_differ else 0.0])
     seconds = {way: work.read * read_cost + work.copied * copy_cost + work.waiting for way, work in works.items()}
     if "all-to-all" in works:
-        (send_cost,) = group.largest([group.exchange_cost(_PROBE_BYTES)])
+        (send_cost,) = group.largest([group.exchange_cost(_PROBE_BYTES, carrier)])
         seconds["all-to-all"] += max(exact) * (group.size - 1) / group.size * send_cost
     least = min(seconds.values())
     best = min((way for way in works if seconds[way] <= _ALIKE * least), key=lambda way: works[way].read)
     rates = f"reading for oneself at {1e-6 / read_cost:,.0f} MB/s a rank"
     told = ", ".join(f"{_WORDS[way]} {took:.3f} s" for way, took in seconds.items())
-    return Choice(best, f"{why}; {rates}: {told}{'' if copies_differ else ' besides copying'}", probe_nbytes)
+    return Choice(best, f"{why}; {rates}: {told}{'' if copies_differ else ' besides copying'}", carrier, probe_nbytes)
 
 
 _WORDS = {"none": "would take", "shared-memory": "through shared memory", "all-to-all": "through an all-to-all"}

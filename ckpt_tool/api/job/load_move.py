@@ -18,7 +18,7 @@ from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Store
 
 if TYPE_CHECKING:
-    from ckpt_tool.engine.distributed_group import Group
+    from ckpt_tool.engine.distributed_group import Device, Group
     from ckpt_tool.engine.distributed_hosts import Hosts
 
 __all__ = ["Moved", "Moves", "plan_moves", "run_moves"]
@@ -101,6 +101,7 @@ def run_moves(
     failure: BaseException | None,
     group: Group,
     hosts: Hosts,
+    carrier: Device,
     n_workers: int | None,
 ) -> Moved:
     """Fill the landings; every rank calls this.
@@ -111,6 +112,7 @@ def run_moves(
         failure: why this rank could not make these, and has nothing of them.
         group: the ranks.
         hosts: where they run.
+        carrier: where an all-to-all receives.
         n_workers: reads that are under way at once, None for what suits the storage.
 
     Raises:
@@ -129,7 +131,7 @@ def run_moves(
         return Moved(total)
     from ckpt_tool.engine.distributed_exchange import run_exchange
 
-    moved = run_exchange(*kept, store, _numbered(moves, landings), group)
+    moved = run_exchange(*kept, store, _numbered(moves, landings), group, carrier)
     return Moved(moved.read_nbytes, moved.sent_nbytes, moved.received_nbytes, moved.max_buffer_nbytes)
 
 

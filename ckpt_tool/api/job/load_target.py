@@ -16,9 +16,13 @@ from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
 
 if TYPE_CHECKING:
+    from ckpt_tool.engine.distributed_group import Device
     from ckpt_tool.frameworks.state import LiveState
 
-__all__ = ["Memories", "StateKey", "Target", "fill_from_objects", "matched", "memories_of", "state_key", "target_of"]
+__all__ = [
+    "Memories", "StateKey", "Target", "device_of", "fill_from_objects", "matched", "memories_of", "state_key",
+    "target_of",
+]  # fmt: skip
 
 StateKey: TypeAlias = tuple[Any, ...]
 Memories: TypeAlias = list[list[Memory | None]]
@@ -75,6 +79,12 @@ def _memory(view: Any, where: str) -> Memory | None:
         return memory_of(view, where)
     except Unsupported:
         return None
+
+
+def device_of(live: LiveState | None) -> Device | None:
+    """The device on which this rank's tensors are, the first of them; None where all are in the host's memory."""
+    parts = () if live is None else (part for leaf in live.leaves for part in leaf.parts)
+    return next((part.view.device for part in parts if part.view.device.type != "cpu"), None)
 
 
 def state_key(live: LiveState) -> StateKey:
