@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tool.api.runs.ls import ls
@@ -143,6 +145,8 @@ _STAGE3 = ("zero_pp_rank_2_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_2_mp_
         ("ds_pp2_dp2_z1", ("layer_01-model_states.pt",), "1 file is missing: layer_01-model_states.pt"),
         ("ds_pp2_dp2_z1", ("layer_03-model_states.pt",), "1 file is missing: layer_03-model_states.pt"),
         ("ds_z2_bf16/universal", ("zero/emb.weight/exp_avg.pt",), "1 file is missing: zero/emb.weight/exp_avg.pt"),
+        ("ds_z2_bf16/universal", ("zero/emb.weight/*",), "1 file is missing: zero/emb.weight/fp32.pt"),
+        ("ds_z3_bf16/universal", ("zero/emb.weight/*",), "1 file is missing: zero/emb.weight/fp32.pt"),
         ("ds_moe_ep2_z1", ("layer_0_expert_3_*",), "1 file is missing: layer_0_expert_3_mp_rank_00_model_states.pt"),
         ("ds_moe_ep2_z1", ("layer_0_expert_*",), "4 files are missing: layer_0_expert_0_mp_rank_00_model_states.pt"),
     ],
@@ -198,6 +202,68 @@ def test_r100_what_megatron_needs_to_load(tmp_path: Path, ckpt: Ckpt, fixture: s
     (tmp_path / "iter_0000020" / gone).unlink()
     assert f"{gone} is missing" in ckpt("ls", tmp_path).text
     assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000010\n"
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["output_layer.weight", "optimizer.state.exp_avg.output_layer.weight", "optimizer.state.*.output_layer.weight"],
+)
+def test_r100_a_folder_of_an_array(tmp_path: Path, ckpt: Ckpt, gone: str) -> None:
+    """R100, R91: state tells of its weight, a weight's state of that which is lost, and locks of what they were for."""
+    source = CHECKPOINTS / "old012_zarr_t2p1d1/ckpt/iter_0000010"
+    copied(source, tmp_path / "iter_0000010", tmp_path / "iter_0000020")
+    lost = sorted((tmp_path / "iter_0000020").glob(gone))
+    for folder in lost:
+        shutil.rmtree(folder)
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000010\n"
+    fetch = ckpt("verify", tmp_path / "iter_0000020", "--plan-fetch")
+    assert (fetch.status, fetch.out.splitlines()) == (1, [f"{folder.name}/.zarray" for folder in lost])
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_r103_steps_of_several_files(tmp_path: Path, ckpt: Ckpt, level: str) -> None:
+    """R103: a model's, an optimizer's and a schedule's file beside each other, each a checkpoint, are one step."""
+    files = {f"{name}.pt": saved({"w": torch.ones(300)}) for name in ("model", "optimizer", "scheduler")}
+    for step in (1, 2, 3):
+        put(tmp_path / f"step_{step}", files)
+    assert ckpt("ls", tmp_path, "--verify", level, "--latest").out == f"{tmp_path}/step_3\n"
+    found = ckpt("ls", tmp_path, "--json").json["steps"][0]["parts"]
+    assert found == [{"folder": name, "format": "torch-save"} for name in sorted(files)]
+    raw = files["optimizer.pt"]
+    at = raw.index(np.ones(300, "f4").tobytes())
+    (tmp_path / "step_3/optimizer.pt").write_bytes(raw[:at] + b"\x01" + raw[at + 1 :])
+    (tmp_path / "step_2/optimizer.pt").write_bytes(raw[:900])
+    newest = "step_1" if level == "full" else "step_3"
+    assert ckpt("ls", tmp_path, "--verify", level, "--latest").out == f"{tmp_path}/{newest}\n"
+    assert "optimizer.pt is cut" in ckpt("ls", tmp_path).text
+
+
+def test_r100_a_file_beside_folders(tmp_path: Path, ckpt: Ckpt) -> None:
+    """R100: what lies beside a step's folders is looked at as well."""
+    weights = safetensors_bytes({"w": ("F32", [2], bytes(8))})
+    for step in (1, 2):
+        put(
+            tmp_path / f"step_{step}", {"model/model.safetensors": weights, "optimizer.pt": saved({"m": torch.ones(9)})}
+        )
+    path = tmp_path / "step_2/optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert "optimizer.pt is cut" in ckpt("ls", tmp_path).text
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/step_1\n"
+
+
+def test_loose_files_are_no_run(tmp_path: Path, ckpt: Ckpt) -> None:
+    """A file of weights beside folders is one checkpoint without these; many files are one each, and none of a run."""
+    weights = safetensors_bytes({"w": ("F32", [2], bytes(8))})
+    put(
+        tmp_path / "one", {"loose.safetensors": weights, "a/model.safetensors": weights, "b/model.safetensors": weights}
+    )
+    ran = ckpt("ls", tmp_path / "one")
+    assert "it is one checkpoint, no run with steps; checkpoints of their own below it: a, b" in ran.text
+    assert ckpt("ls", tmp_path / "one", "--json").json["steps"][0]["nbytes"] == len(weights)
+    put(tmp_path / "many", {f"exp{n}.pt": saved({"w": torch.ones(2)}) for n in range(3)})
+    ran = ckpt("ls", tmp_path / "many")
+    assert (ran.status, "no step of a run among 3 files" in ran.err) == (3, True)
+    assert ckpt("ls", tmp_path / "many", "--latest").status == 1
 
 
 def test_r103_the_newest_ones_are_suspect(tmp_path: Path, ckpt: Ckpt) -> None:

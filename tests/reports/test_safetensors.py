@@ -289,3 +289,17 @@ def test_r98_no_payload_is_read(ckpt: Ckpt, tmp_path: Path, place: str) -> None:
             file.seek(chunk["offset"])
             file.write(b"\xa5" * chunk["length"])
     assert ckpt("inspect", copy, "--json").out.replace(str(copy), str(source)) == ckpt("inspect", source, "--json").out
+
+
+def test_bytes_behind_the_last_tensor(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Beside R91: a second write into the same file; what the header names is whole, and salvage keeps it."""
+    whole = safetensors_bytes({"w": ("F32", [2], bytes(8))})
+    put(tmp_path / "run/step-1", {"model.safetensors": whole})
+    put(tmp_path / "run/step-2", {"model.safetensors": whole + bytes(24)})
+    path = tmp_path / "run/step-2/model.safetensors"
+    ran = ckpt("verify", path)
+    assert (ran.status, "24 bytes after the last tensor, of none" in ran.err) == (3, True)
+    assert "ckpt verify SRC --salvage OUT" in ran.err
+    assert ckpt("verify", path, "--salvage", tmp_path / "kept").status == 0
+    assert list(as_bytes(tmp_path / "kept")) == ["w"]
+    assert ckpt("ls", tmp_path / "run", "--latest").out == f"{tmp_path}/run/step-1\n"

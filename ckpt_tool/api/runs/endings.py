@@ -85,3 +85,5 @@ def _by_ends(source: Source, path: str) -> Iterator[str]:
         end = max(ends, default=0)
         if nbytes < 8 + length + end:
             yield f"{path} is cut: {counted(nbytes, 'byte')}, expected {8 + length + end:,}"
+        elif nbytes > 8 + length + end:
+            yield f"{path} has {counted(nbytes, 'byte')}, more than the {8 + length + end:,} that its header tells of"

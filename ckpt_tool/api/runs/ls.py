@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles, StepName, group_steps, natural, step_name, target_of
+from ckpt_tool.api.runs.parts import own_and_below
 from ckpt_tool.api.runs.rules import Judgement, families, judge, tracker_text
 from ckpt_tool.api.trust.verify import verify as verified
 from ckpt_tool.checks.report import LEVELS
@@ -47,7 +48,7 @@ class RunStep:
     step: int | None
     """Its number, None where its name has none."""
     parts: tuple[tuple[str, str], ...]
-    """(folder below it, format) of each checkpoint in it."""
+    """(folder or file below it, format) of each checkpoint in it."""
     problems: tuple[str, ...]
     """Why it is not complete."""
     layout: str | None
@@ -195,17 +196,21 @@ class _Run:
 
     def _unnamed(self, listing: Listing, *, may_be_empty: bool) -> list[StepFiles]:
         """The run as one checkpoint, or its folders that are one each, where none is called like a step."""
-        folders = [folder for folder, _ in judge(_files_below(listing, ""), self._store, self._url).parts]
+        whole = _files_below(listing, "")
+        found = judge(whole, self._store, self._url)
+        folders = [part for part, _ in found.parts if part not in listing.sizes]
         if not folders and may_be_empty:
             return []
         if not folders:
             hint = 'name the folder that the steps lie in; "ckpt inspect" looks at a single checkpoint'
             raise NotFound(f"no step of a run among {counted(len(listing.sizes), 'file')}", where=self._url, hint=hint)
-        if "" in folders:
-            self.notes += ("it is one checkpoint, no run with steps",)
-        else:
+        if "" not in folders:
             self.notes += ("no name tells a step: the last written one counts as the newest",)
-        return [_files_below(listing, folder) for folder in folders]
+            return [_files_below(listing, folder) for folder in folders]
+        whole, below = own_and_below(whole, self._store, self._url)
+        others = f"; checkpoints of their own below it: {', '.join(below)}" if below else ""
+        self.notes += (f"it is one checkpoint, no run with steps{others}",)
+        return [whole]
 
     def _own_files(self, listing: Listing, steps: Sequence[StepFiles]) -> list[StepFiles]:
         """A checkpoint of the run's own files beside its steps, as a trainer leaves when it ends."""

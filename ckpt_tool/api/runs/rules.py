@@ -7,16 +7,16 @@ What the formats' own metadata says is believed before any rule about names. Pay
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_tool.api.runs.endings import INDEX, PAYLOAD, cut_files
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
+from ckpt_tool.api.runs.parts import folder_source, parts_of
 from ckpt_tool.checks.extents import extent_findings, measure
 from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._hf_index import parse_index
 from ckpt_tool.formats._missing import LackingReader
-from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, MetadataChecker, Reader, Source
-from ckpt_tool.formats.registry import iter_readers
+from ckpt_tool.formats.base import MetadataChecker, Reader, Source
 from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
@@ -24,12 +24,9 @@ from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, format_bytes
 from ckpt_tool.storage.store import Listing, Store
-from ckpt_tool.storage.subfolder import Subfolder
-from ckpt_tool.storage.urls import join_url
 
 __all__ = ["Judgement", "families", "judge", "tracker_text"]
 
-_MAX_PARTS = 16
 _MAX_METADATA_NBYTES = 64 << 20
 _MAX_TRACKER_NBYTES = 1024
 _EXAMPLES = 3
@@ -60,7 +57,7 @@ class Judgement:
     """What was found of one step."""
 
     parts: tuple[tuple[str, str], ...]
-    """(folder below the step, format) of each checkpoint in it; empty folder for the step itself."""
+    """(folder or file below the step, format) of each checkpoint in it; empty for the step itself."""
     problems: tuple[str, ...]
     """Why it is not complete; empty when nothing is missing."""
     layout: str | None
@@ -79,7 +76,7 @@ def judge(step: StepFiles, store: Store, url: str) -> Judgement:
         store: of the run.
         url: of the run.
     """
-    sources = _sources(step, store, url)
+    sources = parts_of(step, store, url)
     problems: list[str] = []
     if step.name.is_temporary:
         problems.append("a temporary name: its save is under way, or was killed")
@@ -96,17 +93,18 @@ def judge(step: StepFiles, store: Store, url: str) -> Judgement:
         parts.append((folder, reader.name))
         read = _by_metadata(source, reader)
         found = (*read.problems, *(() if is_told_by_names else _lacking(source, reader)))
-        problems += [f"{folder}/{text}" if folder else text for text in found]
+        problems += [f"{folder}/{text}" if folder and folder not in step.sizes else text for text in found]
         is_committed = is_committed or read.manifest is not None
         layout = _layout(source.listing, read.manifest)
         layouts += [layout] if layout and layout not in layouts else []
     if not parts and _is_orbax(step):
         parts, is_committed = [("", "orbax")], True
-    elif not parts and step.sizes:
-        parts = [("", name)] if (name := _format_by_names(step)) is not None else []
-        if not step.is_file:
-            whole = _source(step.sizes, store, step.path, url)
-            problems += cut_files(whole)
+    elif step.sizes:
+        known = {part for part, _ in parts}
+        if not step.is_file and "" not in known:
+            others = {path: n for path, n in step.sizes.items() if path.partition("/")[0] not in known}
+            problems += cut_files(folder_source(others, store, step.path, url))
+        parts = parts or ([("", name)] if (name := _format_by_names(step)) is not None else [])
         if not parts and not problems:
             problems.append("no checkpoint that is known")
     return Judgement(tuple(parts), tuple(dict.fromkeys(problems)), ", ".join(layouts) or None, is_committed)
@@ -128,54 +126,6 @@ def tracker_text(store: Store, path: str, nbytes: int) -> str | None:
         return None
     text = store.read(path, 0, nbytes).decode("utf-8", "replace").strip()
     return text if text and text.isprintable() and "\ufffd" not in text else None
-
-
-def _sources(step: StepFiles, store: Store, url: str) -> list[tuple[str, Source, Reader]]:
-    """The checkpoints that a step is made of: the step itself, or folders in it (verl's actor and critic)."""
-    if step.is_file:
-        name = step.path.rpartition("/")[2]
-        inner: Store = Subfolder(store, step.parent) if step.parent else store
-        source = Source(inner, Listing(join_url(url, step.parent), dict(step.sizes), entry=name))
-        reader = _reader(source)
-        return [] if reader is None else [("", source, reader)]
-    whole = _source(step.sizes, store, step.path, url)
-    reader = _reader(whole)
-    if reader is not None:
-        return [("", whole, reader)]
-    grouped: dict[str, dict[str, int]] = {}
-    for path, nbytes in step.sizes.items():
-        folder, slash, rest = path.partition("/")
-        if slash:
-            grouped.setdefault(folder, {})[rest] = nbytes
-    found = []
-    for folder in sorted(grouped)[:_MAX_PARTS]:
-        source = _source(grouped[folder], store, f"{step.path}/{folder}" if step.path else folder, url)
-        reader = _reader(source)
-        if reader is not None:
-            found.append((folder, source, reader))
-    return found
-
-
-def _source(sizes: Mapping[str, int], store: Store, folder: str, url: str) -> Source:
-    inner: Store = Subfolder(store, folder) if folder else store
-    return Source(inner, Listing(join_url(url, folder) if folder else url, dict(sizes)))
-
-
-def _reader(source: Source) -> Reader | None:
-    """The reader that knows a source, without a word on why others do not."""
-    best: tuple[float, Reader | None] = (TAKEN_ABOVE, None)
-    for reader in iter_readers(source.listing.paths):
-        try:
-            confidence = reader.probe(source).confidence
-        except StorageError:
-            raise
-        except CkptError:
-            continue
-        if confidence >= SURE:
-            return reader
-        if confidence > best[0]:
-            best = confidence, reader
-    return best[1]
 
 
 @dataclass(frozen=True, slots=True)

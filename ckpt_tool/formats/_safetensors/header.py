@@ -256,6 +256,8 @@ def _check_extents(
         raise FormatError(
             f"{counted(payload_nbytes - reached, 'byte')} after the last tensor, of none",
             where=f"{where}:{data_start + reached}",
+            hint="two writes into one file, or a header of another file; the tensors that it names alone: ckpt verify "
+            "SRC --salvage OUT",
         )
     return tuple(aliases)
 

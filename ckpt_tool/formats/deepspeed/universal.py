@@ -30,7 +30,7 @@ from ckpt_tool.formats.deepspeed.facts import add_notes, facts_of, mesh_of, plac
 from ckpt_tool.formats.deepspeed.findings import checkpoint_findings
 from ckpt_tool.formats.deepspeed.locate import Located, locate, refuse_single_file, single_file_text
 from ckpt_tool.formats.deepspeed.modules import Weights, weights_of
-from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, tag_files
+from ckpt_tool.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, TagFiles, tag_files
 from ckpt_tool.formats.deepspeed.opened import Checkpoint, ModelState, mapping, number_of, open_checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.vectors import MASTER
@@ -77,8 +77,7 @@ class UniversalReader(TorchFilesReader):
             FormatError: a file holds no tensor, or shapes contradict each other.
         """
         located = _located(source)
-        found = open_checkpoint(source, replace(tag_files(source.listing.sizes, located.folder), optims=()))
-        found = replace(found, models=tuple(map(_without_packed, found.models)))
+        found = _opened(source, tag_files(source.listing.sizes, located.folder))
         weights = weights_of(found)
         placement = placement_of(found, weights)
         if placement.rules is None and found.tp_world_size > 1:  # shards that nothing joins: masters are whole
@@ -110,21 +109,25 @@ class UniversalReader(TorchFilesReader):
                 f"{counted(len(states.lent), 'weight', 'are')} stored as their fp32 masters only: module.* are these"
             )
         placement.copies.clear()  # of weights in the model states, which no loader of this form reads
-        trained = {name: shape for own in weights.trained.values() for name, shape in own.items()}
-        lost = [
-            f"{located.folder}{_FOLDER}{name}/{MASTER}.pt"
-            for name, shape in trained.items()
-            if name not in by_name and 0 not in shape and not is_expert(name)  # whose numbers are a rank's own there
-        ]
+        lost = _lost(found, by_name)
         info = facts_of(found, located, built, weights, placement, lost, stage=states.stage)
         files = [*found.opened, *opened]
         manifest = manifest_of(self.name, source.listing.url, files, built.entries, built.assembly, info)
         return manifest.replace(chunks=built.chunks.joined(manifest.tensors, manifest.chunks))
 
     def lacking(self, source: Source) -> tuple[str, ...]:
-        """Files of states that parameters lack, by names alone; one small request where there is a tracker."""
-        found = list(_lacking(_all_state_files(source.listing.sizes, _located(source).folder)))
-        return (missing_text([finding.where.path for finding in found if finding.where]),) if found else ()
+        """Files of states that parameters lack, and of parameters that the model states name.
+
+        Cost: three requests for a model state of each model-parallel rank; one more where there is a tracker.
+        """
+        folder = _located(source).folder
+        files = tag_files(source.listing.sizes, folder)
+        firsts = {file.mp: file for file in reversed(files.models)}
+        told = _opened(source, replace(files, models=tuple(firsts.values()), layers=(), experts=()))
+        found = _lacking(_all_state_files(source.listing.sizes, folder))
+        paths = [finding.where.path for finding in found if finding.where]
+        paths += _lost(told, _state_files(source.listing.sizes, folder))
+        return (missing_text(list(dict.fromkeys(paths))),) if paths else ()
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Absent weights, files of states that parameters lack, and what zips can have."""
@@ -144,6 +147,22 @@ def _located(source: Source) -> Located:
     if not _state_files(source.listing.sizes, located.folder):
         raise NotFound("no zero/<parameter>/fp32.pt", where=f"{source.listing.url.rstrip('/')}/{located.folder}")
     return located
+
+
+def _opened(source: Source, files: TagFiles) -> Checkpoint:
+    """The model states, and layers and experts beside them."""
+    found = open_checkpoint(source, replace(files, optims=()))
+    return replace(found, models=tuple(map(_without_packed, found.models)))
+
+
+def _lost(found: Checkpoint, by_name: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Paths of the values of parameters that were trained by what the model states say, and that are not here."""
+    groups = [group for model in found.models for group in model.groups or ()]
+    return [
+        f"{found.files.folder}{_FOLDER}{name}/{MASTER}.pt"
+        for name, shape in {name: shape for group in groups for name, shape in group.items()}.items()
+        if name not in by_name and 0 not in shape and not is_expert(name)  # whose numbers are a rank's own there
+    ]
 
 
 def _lacking(by_name: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:

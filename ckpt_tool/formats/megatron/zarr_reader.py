@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ _ARRAY = "/.zarray"
 _NUMBERS = rf"{numeral()}(?:\.{numeral()})*"
 _OBJECT = re.compile(rf"shard_({_NUMBERS})_({_NUMBERS})\.pt")
 _MAX_NAMED = 100
+_STATE = re.compile(r"(?P<before>.*optimizer\.state\.)(?P<slot>\w+)\.(?P<parameter>.+)")
+_LOCKS = ".sync"
 _CHUNK = re.compile(_NUMBERS)
 _MAX_ARRAY_NBYTES = 64 << 10
 _DTYPES = {
@@ -125,7 +128,8 @@ class MegatronZarrReader:
             files_of.setdefault(file.partition("/")[0], []).append(file)
         metas, records, entries, missing = [], [], [], {}
         below = f"{location.folder}/" if location.folder else ""
-        bare = [f"{below}{key}{_ARRAY}" for key, own in files_of.items() if key not in arrays and _are_chunks(own)]
+        bare = [key for key, own in files_of.items() if key not in arrays and _are_chunks(own)]
+        lost = dict.fromkeys([*bare, *_lost_arrays(keys, inner.listing.paths)])
         for key, array in arrays.items():
             fqn, path = named(key, prefix)
             metas.append(TensorMeta(fqn, array.dtype, array.shape, section_of(path, fqn), path))
@@ -150,7 +154,7 @@ class MegatronZarrReader:
             "key_prefix": prefix or None,
             "int_keyed_dicts": list(common.int_keyed) or None,
             "missing_chunks": missing or None,
-            "missing_files": bare or None,
+            "missing_files": [f"{below}{key}{_ARRAY}" for key in lost] or None,
             "metadata_json": dict(sharded_config(inner)) or None,
         }
         return Manifest(
@@ -183,8 +187,11 @@ class MegatronZarrReader:
         yield from self.check_metadata(source, manifest)
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
-        """Chunk files and pieces of objects that are missing, and a missing common state."""
+        """Arrays, chunk files and pieces of objects that are missing, and a missing common state."""
         yield from common_findings(manifest.info)
+        for path in manifest.info.get("missing_files", ()):
+            said = f"{path} is missing, an array that others of this checkpoint tell of"
+            yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
         for path in _absent_pieces(source.listing.paths):
             said = f"{path} is missing, a piece of an object of which others are here"
             yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))
@@ -219,7 +226,27 @@ def _are_chunks(paths: Sequence[str]) -> bool:
 def _keys(source: Source) -> list[str]:
     """Keys of arrays; lock folders, whose ``.zarray`` is empty, are none."""
     paths = source.listing.match("*" + _ARRAY)
-    return [path.removesuffix(_ARRAY) for path in paths if not path.endswith(".sync" + _ARRAY)]
+    return [path.removesuffix(_ARRAY) for path in paths if not path.endswith(_LOCKS + _ARRAY)]
+
+
+def _lost_arrays(keys: Sequence[str], paths: Iterable[str]) -> Iterator[str]:
+    """Keys that others tell of: state that most parameters have, the weight that state is of, what a lock was for.
+
+    A weight without any state may be a frozen one.
+    """
+    here = set(keys)
+    slots: dict[tuple[str, str], set[str]] = {}
+    for match in filter(None, map(_STATE.fullmatch, keys)):
+        slots.setdefault((match["before"], match["parameter"]), set()).add(match["slot"])
+    counts = Counter(slot for own in slots.values() for slot in own)
+    usual = {slot for slot, n in counts.items() if 2 * n > len(slots)}
+    has_weights = 2 * sum(parameter in here for _, parameter in slots) > len(slots)
+    for (before, parameter), own in slots.items():
+        yield from (f"{before}{slot}.{parameter}" for slot in sorted(usual - own))
+        if has_weights and parameter not in here:
+            yield parameter
+    folders = {path.partition("/")[0] for path in paths}
+    yield from sorted(f for f in (f.removesuffix(_LOCKS) for f in folders if f.endswith(_LOCKS)) if f not in folders)
 
 
 def _arrays(source: Source, keys: Sequence[str]) -> dict[str, _Array]:
