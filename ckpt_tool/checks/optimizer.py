@@ -6,7 +6,7 @@ Looks at names and shapes only. Steps are compared once their values were read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from ckpt_tool.checks.extents import some_names
@@ -121,12 +121,16 @@ def _is_factor(got: tuple[int, ...], shape: tuple[int, ...], state: str) -> bool
     return len(squeezed) < len(shape) and all(n in remaining for n in squeezed)
 
 
-def step_findings(title: str, steps: Mapping[str, float]) -> Iterator[Finding]:
+def step_findings(title: str, steps: Mapping[str, float], places: Mapping[str, Collection[float]]) -> Iterator[Finding]:
     """Whether the parameters of one optimizer agree about how many steps they have taken.
+
+    An error where each of several files has counters of one value, and not all the same: they are of several saves. A
+    warning where a file has several, as one has whose parameters began to train later than others.
 
     Args:
         title: how to call the optimizer.
         steps: by parameter.
+        places: by file, the values of the counters in it.
     """
     groups: dict[float, list[str]] = {}
     for name, step in steps.items():
@@ -137,4 +141,9 @@ def step_findings(title: str, steps: Mapping[str, float]) -> Iterator[Finding]:
     more = f" and {counted(len(groups) - 8, 'more step')}" if len(groups) > 8 else ""
     said = f"parameters of {title} are at different steps: {'; '.join(parts)}{more}"
     rarest = min(groups.values(), key=len)
-    yield Finding("mixed-steps", Severity.WARNING, said, rarest[0])
+    if len(places) < 2 or any(len(values) > 1 for values in places.values()):
+        yield Finding("mixed-steps", Severity.WARNING, said, rarest[0])
+        return
+    path = next(path for path, values in places.items() if steps[rarest[0]] in values)
+    said += f"; {path} is of step {steps[rarest[0]]:g}, and each file of one step: files of several saves are mixed"
+    yield Finding("mixed-steps", Severity.ERROR, said, rarest[0])

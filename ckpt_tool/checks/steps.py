@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,10 @@ MAX_STEPS_READ = 4096
 def mixed_steps(
     manifest: Manifest, has_chunk: BoolArray, *, reader: Reader, source: Source, store: Store
 ) -> Iterator[Finding]:
-    """Whether each optimizer's parameters are at one step.
+    """Whether each optimizer's parameters are at one step, and every copy of a counter at the same.
+
+    Where files differ and each is of one step, they are of several saves: an error. Parameters that differ otherwise
+    may have begun to train later.
 
     Cost: one request of a few bytes for each copy of a counter that is a tensor, and what ``load_blobs`` costs for each
     that is an object; of more than ``MAX_STEPS_READ`` copies the first of each, of more counters none.
@@ -38,14 +40,17 @@ def mixed_steps(
         return
     copies = _tensor_steps(manifest, wanted, has_chunk, store)
     yield from _mixed_copies(copies)
-    values = {fqn: found[0][1] for fqn, found in copies.items()} | _object_steps(manifest, wanted, reader, source)
+    copies |= _object_steps(manifest, wanted, reader, source)
     for view in views:
         steps: dict[str, float] = {}
+        places: dict[str, set[float]] = {}
         for key, states in view.parameters.items():
-            value = values.get(states.get("step", ""))
-            if value is not None:
-                steps[str(view.names.get(key, key)) if isinstance(key, int) else key] = value
-        yield from step_findings(view.prefix or "the optimizer", steps)
+            found = copies.get(states.get("step", ""))
+            if found:
+                steps[str(view.names.get(key, key)) if isinstance(key, int) else key] = found[0][1]
+                for path, value in found:
+                    places.setdefault(path, set()).add(value)
+        yield from step_findings(view.prefix or "the optimizer", steps, places)
 
 
 def _tensor_steps(
@@ -88,14 +93,21 @@ def _mixed_copies(copies: Mapping[str, Sequence[tuple[str, float]]]) -> Iterator
     n_more = len(differing) - 1
     more = f"; so it is with {counted(n_more, 'more counter')}" if n_more else ""
     said = f"copies of {fqn} differ: {'; '.join(parts)}: files of several saves are mixed{more}"
-    yield Finding("mixed-steps", Severity.WARNING, said, fqn)
+    yield Finding("mixed-steps", Severity.ERROR, said, fqn)
 
 
-def _object_steps(manifest: Manifest, wanted: set[str], reader: Reader, source: Source) -> dict[str, float]:
+def _object_steps(
+    manifest: Manifest, wanted: set[str], reader: Reader, source: Source
+) -> dict[str, list[tuple[str, float]]]:
+    """By counter that is an object: the file of the last copy, empty where it has none of its own, and its value."""
     rows = [number for number, blob in enumerate(manifest.blobs) if blob.fqn in wanted]
     try:
         blobs = reader.load_blobs(source, manifest, rows) if rows else ()
     except CkptError:  # an object that cannot be read is the reader's own finding
         return {}
-    found: Mapping[str, Any] = {blobs[number].fqn: blobs[number].value for number in rows}
-    return {fqn: float(v) for fqn, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    found = {blobs[number].fqn: blobs[number] for number in rows}
+    return {
+        fqn: [(blob.where.path if blob.where else "", float(blob.value))]
+        for fqn, blob in found.items()
+        if isinstance(blob.value, int | float) and not isinstance(blob.value, bool)
+    }

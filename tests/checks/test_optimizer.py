@@ -116,12 +116,22 @@ def test_optimizer_alone_is_clean() -> None:
 
 
 def test_mixed_steps_are_grouped() -> None:
-    """A torn save: each step with its number of parameters, the rarest named."""
+    """Each step with its number of parameters, the rarest named: in one file some may have begun to train later."""
     steps = {f"p{i}": 10.0 for i in range(5)} | {"q": 9.0}
-    [found] = step_findings("optim", steps)
-    assert (found.kind, found.severity, found.fqn) == ("mixed-steps", Severity.WARNING, "q")
-    assert found.message == ("parameters of optim are at different steps: 9 (1: 'q'); 10 (5: 'p0', 'p1' and 3 more)")
-    assert list(step_findings("optim", {"p": 3.0, "q": 3.0})) == []
+    said = "parameters of optim are at different steps: 9 (1: 'q'); 10 (5: 'p0', 'p1' and 3 more)"
+    for places in ({"a": {9.0, 10.0}}, {"a": {9.0, 10.0}, "b": {10.0}}):
+        [found] = step_findings("optim", steps, places)
+        assert (found.kind, found.severity, found.fqn) == ("mixed-steps", Severity.WARNING, "q")
+        assert found.message == said
+    assert list(step_findings("optim", {"p": 3.0, "q": 3.0}, {"a": {3.0}, "b": {3.0}})) == []
+
+
+def test_files_of_one_step_each_are_a_torn_save() -> None:
+    """Where the steps part the files, these are of several saves, which is no checkpoint."""
+    steps = {f"p{i}": 10.0 for i in range(5)} | {"q": 9.0}
+    [found] = step_findings("optim", steps, {"a": {10.0}, "b": {9.0}, "c": {10.0}})
+    assert (found.severity, found.fqn) == (Severity.ERROR, "q")
+    assert found.message.endswith("; b is of step 9, and each file of one step: files of several saves are mixed")
 
 
 @pytest.mark.parametrize(("second", "expected"), [(7.0, []), (6.0, ["mixed-steps"])])

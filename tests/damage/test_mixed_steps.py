@@ -14,7 +14,9 @@ import torch
 from ckpt_tool.api.digest import digests
 from ckpt_tool.api.manifest_file import write_manifest
 from ckpt_tool.api.trust.verify import verify
+from ckpt_tool.cli.app import main
 from ckpt_tool.errors import CkptError
+from ckpt_tool.manifest.finding import Severity
 from tests.formats.dcp.build import Checkpoint
 from tests.reports.conftest import FIXTURES
 from tests.reports.made import put
@@ -40,8 +42,10 @@ def test_one_file_of_another_step(tmp_path: Path, rank: int) -> None:
     mixed = {**files, f"__{rank}_0.distcp": saved_at(20)[f"__{rank}_0.distcp"]}
     report = verify(put(tmp_path / "mixed", mixed), level="full")
     (found,) = [finding for finding in report.findings if finding.kind == "mixed-steps"]
-    assert "10" in found.message
-    assert "20" in found.message
+    assert "10 (1:" in found.message
+    assert "20 (1:" in found.message
+    assert not report.is_ok
+    assert main(["verify", str(tmp_path / "mixed"), "--quiet"]) == 1
 
 
 def test_a_manifest_tells_more(tmp_path: Path) -> None:
@@ -85,4 +89,5 @@ def test_counters_of_one_rank(tmp_path: Path, place: str) -> None:
         struct.pack_into("<f", raw, member.header_offset + 30 + sum(lengths), value + 10)
     path.write_bytes(raw)
     (found,) = [each for each in verify(tmp_path / "d").findings if each.kind == "mixed-steps"]
+    assert found.severity is Severity.ERROR
     assert f"differ: {counters[0][1] + 10:g} in '{path.relative_to(tmp_path / 'd')}'; " in found.message
