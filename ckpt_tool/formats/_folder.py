@@ -21,7 +21,6 @@ _TOKENIZER = re.compile(
 )
 _TENSORS = re.compile(r"\.(?:safetensors|bin|pt|pth|ckpt|distcp|npz|npy|gguf|h5|msgpack)$")
 _METADATA = re.compile(r"(?:^|/)(?:\.metadata|metadata\.pkl|_METADATA|\.snapshot_metadata)$|\.(?:nemo|keras|pkl)$")
-_MAX_TELLING = 8
 _DESCRIBING = re.compile(r"\.(?:json|md|txt|ya?ml|toml|py|gitattributes|gitignore|jinja)$|(?:^|/)LICENSE$")
 
 
@@ -103,7 +102,7 @@ def telling_files(sizes: Mapping[str, int]) -> list[str]:
     ['.metadata', 'a/model.pt']
     """
     wanted = (path for path in sizes if _TENSORS.search(path) or _METADATA.search(path))
-    return sorted(wanted, key=lambda path: (path.count("/"), path))[:_MAX_TELLING]
+    return sorted(wanted, key=lambda path: (path.count("/"), path))
 
 
 def kinds_of_files(sizes: Mapping[str, int]) -> str:

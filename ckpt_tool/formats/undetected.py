@@ -19,6 +19,7 @@ from ckpt_tool.storage.tar import TarStore
 __all__ = ["about_undetected"]
 
 _MAX_FOLDERS_TRIED = 64
+_MAX_FILES_TRIED = 8
 _LIKE_A_MODEL = re.compile(r"model|weights|ckpt|checkpoint|last|latest", re.IGNORECASE)
 _SHOWN = 3
 _OF_THE_WHOLE = re.compile(r"\.snapshot_metadata|checkpoint_metadata\.json|pytorch_model_fsdp_\d+/\.metadata")
@@ -82,7 +83,8 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     if part is not None:
         return part
     telling = telling_files(source.listing.sizes)
-    stand_in = next((path for path in telling if source.listing.nbytes(path) and _is_stand_in(source, path)), None)
+    looked_at = (path for path in telling[:_MAX_FILES_TRIED] if source.listing.nbytes(path))
+    stand_in = next((path for path in looked_at if _is_stand_in(source, path)), None)
     lacking = lacking_files(source.listing.sizes)
     if lacking and (stand_in is None or "/" in stand_in) and _OF_THE_WHOLE.fullmatch(lacking[0]):
         return NotFound(
@@ -129,9 +131,12 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         fix = None if content.fix is None else content.fix.replace("FOLDER", url)
         return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
     top = [path for path in source.listing.sizes if "/" not in path]
-    single = _single_files(source, sorted(telling, key=_likeliest_last))
+    likeliest = sorted(telling, key=_likeliest_last)[-_MAX_FILES_TRIED:]
+    single = _single_files(source, likeliest)
     if single:
         listed = ", ".join(f"{path} ({name})" for path, name in single)
+        n_more = len(telling) - len(likeliest)
+        listed += f"; {counted(n_more, 'more file', 'were')} not looked at" if n_more else ""
         return NotFound(
             f"no checkpoint itself among {kinds_of_files(source.listing.sizes)}, but files that are one each: {listed}",
             where=url,

@@ -84,3 +84,12 @@ def test_files_of_one_checkpoint_each(ckpt: Ckpt, tmp_path: Path) -> None:
     assert ran.status == 3
     assert "files that are one each: best.pt (torch-save), last.pt (torch-save)" in ran.text
     assert f'hint: give one of them, such as "{tmp_path}/last.pt"' in ran.text
+
+
+def test_many_files_of_one_checkpoint_each(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Of many, the likeliest are looked at, and the others are counted."""
+    put(tmp_path, {f"exp{n}.pt": saved({"w": torch.ones(2)}) for n in range(20)} | {"model.pt": saved({})})
+    ran = ckpt("inspect", tmp_path)
+    assert "exp19.pt (torch-save), model.pt (torch-save); 13 more files were not looked at" in ran.text
+    assert f'give one of them, such as "{tmp_path}/model.pt"' in ran.text
+    assert "exp2.pt" not in ran.text
