@@ -170,16 +170,16 @@ _BY_SHORT = {short_name(name): row for name, row in DTYPES.items()}
 
 
 def dtype(name: str) -> DType:
-    """The type that torch (``torch.bfloat16``), a user (``bf16``) or this table calls ``name``.
+    """The type that torch (``torch.bfloat16``), a user (``bf16``), safetensors (``BF16``) or this table calls ``name``.
 
-    >>> dtype("torch.bfloat16").bits, dtype("fp32").name, dtype("f32").name
-    (16, 'float32', 'float32')
+    >>> dtype("torch.bfloat16").bits, dtype("fp32").name, dtype("f32").name, dtype("F8_E5M2").name
+    (16, 'float32', 'float32', 'float8_e5m2')
 
     Raises:
         Unsupported: no such type; the message lists the known ones.
     """
     short = name.removeprefix("torch.")
-    found = DTYPES.get(_ALIASES.get(short, short)) or _BY_SHORT.get(short)
+    found = DTYPES.get(_ALIASES.get(short, short)) or _BY_SHORT.get(short) or _BY_SAFETENSORS.get(short)
     if found is None:
         raise Unsupported(f"{name!r} is not a known dtype", hint="known: " + " ".join(sorted(DTYPES)))
     return found

@@ -33,7 +33,8 @@ B = Annotated[
     str,
     typer.Argument(
         metavar="B",
-        help="What is held against it: a checkpoint, or a file of ckpt inspect --json (names, shapes and types).",
+        help="What is held against it: a checkpoint, or names, shapes and types alone: a file of ckpt inspect --json, "
+        'or one like {"NAME": {"dtype": "bf16", "shape": [4, 8]}}.',
     ),
 ]
 MapNames = Annotated[

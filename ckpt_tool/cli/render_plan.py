@@ -98,8 +98,10 @@ def cast_lines(casts: Iterable[tuple[str, str, str]], reports: Iterable[CastRepo
             n_changed = sum(report.n_changed for report in found)
             lost = [report for report in found if report.n_overflowed]
             worst = max(found, key=lambda report: report.max_abs_error)
+            most = max(found, key=lambda report: report.max_rel_error)
             text += (
-                f"; {counted(n_changed, 'value')} changed, by {worst.max_abs_error:.3g} at most (in {worst.fqn})"
+                f"; {counted(n_changed, 'value')} changed, by {worst.max_abs_error:.3g} at most (in {worst.fqn}), "
+                f"relatively by {most.max_rel_error:.3g} (in {most.fqn})"
                 if n_changed
                 else "; no value changed"
             )

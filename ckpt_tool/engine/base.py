@@ -38,6 +38,7 @@ class CastEffect:
     n_changed: int = 0
     max_abs_error: float = 0.0
     n_overflowed: int = 0
+    max_rel_error: float = 0.0
 
     def merged(self, other: CastEffect) -> CastEffect:
         """The effect on both."""
@@ -45,6 +46,7 @@ class CastEffect:
             self.n_changed + other.n_changed,
             max(self.max_abs_error, other.max_abs_error),
             self.n_overflowed + other.n_overflowed,
+            max(self.max_rel_error, other.max_rel_error),
         )
 
 
@@ -61,6 +63,8 @@ class CastReport:
     """Largest difference among values that stayed finite."""
     n_overflowed: int
     """Finite values that became infinite or NaN, for the type cannot hold them; counted as changed too."""
+    max_rel_error: float
+    """Largest difference in proportion to the value before, among values that stayed finite; 1 for one that is now 0."""
 
 
 @dataclass(frozen=True)

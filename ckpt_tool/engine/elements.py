@@ -44,9 +44,9 @@ def apply_flags(elements: npt.NDArray[Any], dtype: DType, flags: int) -> None:
 
 
 def count_changes(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> CastEffect:
-    """How many values a cast changed, the largest absolute error among finite values, and how many left these.
+    """How many values a cast changed, the largest errors among finite values, and how many left these.
 
-    NaN stays NaN.
+    NaN stays NaN, and zero stays zero, so that every error has a value to be in proportion to.
     """
     wide = np.complex128 if before.dtype.kind == "c" else np.float64
     exact, cast = before.astype(wide), after.astype(wide)
@@ -56,5 +56,9 @@ def count_changes(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> CastEffe
         return CastEffect()
     exact, cast = exact[changed], cast[changed]
     is_finite = np.isfinite(exact) & np.isfinite(cast)
-    worst = np.abs(exact[is_finite] - cast[is_finite]).max(initial=0.0)
-    return CastEffect(n_changed, float(worst), int(np.count_nonzero(np.isfinite(exact) & ~np.isfinite(cast))))
+    n_overflowed = int(np.count_nonzero(np.isfinite(exact) & ~np.isfinite(cast)))
+    exact, cast = exact[is_finite], cast[is_finite]
+    errors = np.abs(exact - cast)
+    return CastEffect(
+        n_changed, float(errors.max(initial=0.0)), n_overflowed, float((errors / np.abs(exact)).max(initial=0.0))
+    )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.trust.diff import diff
 from ckpt_tool.compare.report import DiffReport
-from ckpt_tool.errors import CoverageError, NotFound
+from ckpt_tool.errors import CoverageError, FormatError, NotFound
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FSDP = FIXTURES / "torch/dcp_fsdp2_4r_fp32"
@@ -166,10 +168,51 @@ def test_template(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (report.is_quick, report.compared_nbytes) == (True, 0)
     assert report.notes == ("B lists tensors without their bytes",)
-    for content in ("{}", "no JSON"):
+    for content in ("{}", "no JSON", '{"w": ["x"], "y": 1}'):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(NotFound):
             diff(tmp_path / "a.safetensors", tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]},
+         "x": {"dtype": "F16", "shape": [2]}, "new": {"dtype": "F64", "shape": [2]}},
+        {"tensors": {"w": {"dtype": "torch.float32", "shape": [3, 5]}, "x": {"dtype": "half", "shape": [2]},
+                     "new": {"dtype": "float64", "shape": [2]}}},
+        [{"fqn": "w", "dtype": "float32", "shape": [3, 5]}, {"name": "x", "dtype": "fp16", "shape": [2]},
+         {"fqn": "new", "dtype": "f64", "shape": [2]}],
+    ],
+)  # fmt: skip
+def test_template_by_hand(tmp_path: Path, written: Any) -> None:
+    """A list that a person or another program wrote says the same, whatever it calls the types."""
+    save_file({"w": np.ones((3, 4), "f4"), "x": np.ones(2, "f4"), "odd": np.ones(2)}, tmp_path / "a.safetensors")
+    (tmp_path / "template.json").write_text(json.dumps(written))
+    report = diff(tmp_path / "a.safetensors", tmp_path / "template.json")
+    assert {each.fqn: each.status for each in report.tensors} == {
+        "odd": "only-a", "new": "only-b", "w": "shape", "x": "dtype",
+    }  # fmt: skip
+    assert (report.is_quick, report.compared_nbytes) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"w": [3, 4]}, "'w': expected a dtype such as \"bfloat16\", got null"),
+        ({"w": {"dtype": "f4", "shape": [3]}}, "'w': 'f4' is not a known dtype"),
+        ({"w": {"dtype": "f32", "shape": [-3]}}, "'w': expected a shape such as [4, 8], got [-3]"),
+        ({"w": {"dtype": "f32", "shape": [3]}, "x": {"dtype": "f32"}}, "'x': expected a shape such as [4, 8], got nul"),
+        ([{"fqn": "w", "dtype": "f32", "shape": [3]}] * 2, "tensor 'w' is listed twice"),
+    ],
+)
+def test_template_that_says_too_little(tmp_path: Path, written: Any, message: str) -> None:
+    """What a list lacks is said with its file, the tensor, and the form that is read."""
+    save_file({"w": np.ones((3, 4), "f4")}, tmp_path / "a.safetensors")
+    path = tmp_path / "template.json"
+    path.write_text(json.dumps(written))
+    with pytest.raises(FormatError, match=re.escape(f"{path}: {message}")):
+        diff(tmp_path / "a.safetensors", path)
 
 
 def test_saved_and_reloaded(tmp_path: Path) -> None:

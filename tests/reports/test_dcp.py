@@ -276,12 +276,28 @@ def test_r11_partial_copy(ckpt: Ckpt, tmp_path: Path) -> None:
 
 def test_r13_casts_are_asked_for_and_reported(ckpt: Ckpt, tmp_path: Path) -> None:
     """R13: bytes stay what they are; a cast happens on request only, and says how much it changed."""
-    w = torch.tensor([1.0, 1 + 2**-20, 3.0])
-    source = dcp(tmp_path / "source", lambda made: made.tensor("w", (3,), [(0, (0,), w)]))
+    w, small = torch.tensor([1.0, 1 + 2**-20, 3.0]), torch.tensor([0.0, 1e-40, 2e-4 + 1e-9])
+
+    def add(made: Checkpoint) -> None:
+        made.tensor("w", (3,), [(0, (0,), w)])
+        made.tensor("small", (3,), [(0, (0,), small)])
+
+    source = dcp(tmp_path / "source", add)
     assert ckpt("reshard", source, tmp_path / "same", "--dp", "2").status == 0
     assert as_bytes(tmp_path / "same") == as_bytes(source)
-    done = ckpt("reshard", source, tmp_path / "cast", "--dp", "2", "--dtype", "bf16")
-    assert "cast: 1 tensor from float32 to bfloat16: w; 1 value changed, by 9.54e-07 at most (in w)" in done.text
+    done = ckpt("reshard", source, tmp_path / "cast", "--dp", "2", "--dtype", "bf16", "--json")
+    casts = {cast["fqn"]: cast for cast in done.json["report"]["casts"]}
+    for fqn, exact in (("w", w.double()), ("small", small.double())):
+        errors = (exact - exact.bfloat16().double()).abs()
+        assert casts[fqn]["max_abs_error"] == errors.max()
+        assert casts[fqn]["max_rel_error"] == (errors / exact.abs())[errors > 0].max()
+        assert casts[fqn]["n_changed"] == int((errors > 0).sum())
+    done = ckpt("reshard", source, tmp_path / "again", "--dp", "2", "--dtype", "BF16")
+    largest = f"{casts['small']['max_rel_error']:.3g}"
+    assert (
+        "cast: 2 tensors from float32 to bfloat16: w, small; 3 values changed, by 9.54e-07 at most (in w), "
+        f"relatively by {largest} (in small)" in done.text
+    )
     assert as_bytes(tmp_path / "cast")["w"][0] == "bfloat16"
 
 

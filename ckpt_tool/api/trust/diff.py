@@ -69,9 +69,9 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
     where a reason is looked for.
 
     Args:
-        a: a path, a URL, an open checkpoint, which stays open, or a file that ``ckpt inspect --json`` wrote: names,
-            shapes and types of what a model expects, which is all that is then compared. Or a manifest of digests:
-            what is compared are digests then, those of two manifests without a look at either checkpoint.
+        a: a path, a URL, an open checkpoint, which stays open, or a JSON file of names, shapes and types that a model
+            expects (see ``template``), which is all that is then compared. Or a manifest of digests: what is compared
+            are digests then, those of two manifests without a look at either checkpoint.
         b: what is held against it.
         include: globs or ``re:`` patterns of names as either side has them; all when empty.
         exclude: globs or ``re:`` patterns.
