@@ -16,22 +16,18 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag
 from ckpt_tool.sizes import counted
 
-__all__ = ["sharing_findings"]
+__all__ = ["partial_views", "sharing_findings"]
 
 _PAIRS_SHOWN = 1000
 
 
 def sharing_findings(manifest: Manifest, has_chunk: BoolArray) -> Iterator[Finding]:
     """Chunks that meet in their file, each with the one before it that reaches furthest; cost: one sort."""
-    chunks = manifest.chunks
     is_item = _is_item(manifest)
     # An unresolved range that is no larger than its box is only a guess at where the bytes are.
-    is_known = is_item | ((chunks.flags & ChunkFlag.UNRESOLVED) == 0)
-    rows = np.flatnonzero(has_chunk & is_known & (chunks.length > 0))
-    rows = rows[np.lexsort((rows, -chunks.length[rows], chunks.offset[rows], chunks.file[rows]))]
-    before, after = _meeting(chunks.file[rows].astype(np.int64), chunks.offset[rows], chunks.length[rows])
+    is_known = is_item | ((manifest.chunks.flags & ChunkFlag.UNRESOLVED) == 0)
     n_shown = 0
-    for left, right in zip(rows[before].tolist(), rows[after].tolist(), strict=True):
+    for left, right in _meeting_rows(manifest, has_chunk & is_known):
         finding = _judge(manifest, left, right, is_item=bool(is_item[left] | is_item[right]))
         if finding is None:
             continue
@@ -39,6 +35,26 @@ def sharing_findings(manifest: Manifest, has_chunk: BoolArray) -> Iterator[Findi
         if n_shown > _PAIRS_SHOWN:
             return
         yield finding
+
+
+def partial_views(manifest: Manifest) -> list[tuple[str, str]]:
+    """``(fqn, other)`` for each tensor some of whose bytes are also another's, the one that begins before it.
+
+    Items whose payload is not resolved tell nothing. Cost: one sort, and a step for each such chunk.
+    """
+    pairs = _meeting_rows(manifest, ~_is_item(manifest))
+    fqns, tensor = manifest.tensors.fqns, manifest.chunks.tensor
+    named = {int(tensor[right]): int(tensor[left]) for left, right in pairs if tensor[left] != tensor[right]}
+    return [(fqns[view], fqns[other]) for view, other in sorted(named.items())]
+
+
+def _meeting_rows(manifest: Manifest, is_taken: BoolArray) -> list[tuple[int, int]]:
+    """Rows ``(before, after)`` of chunks of ``is_taken`` that have bytes in common."""
+    chunks = manifest.chunks
+    rows = np.flatnonzero(is_taken & (chunks.length > 0))
+    rows = rows[np.lexsort((rows, -chunks.length[rows], chunks.offset[rows], chunks.file[rows]))]
+    before, after = _meeting(chunks.file[rows].astype(np.int64), chunks.offset[rows], chunks.length[rows])
+    return list(zip(rows[before].tolist(), rows[after].tolist(), strict=True))
 
 
 def _meeting(file: Int64Array, offset: Int64Array, length: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -64,7 +64,7 @@ class CastReport:
     n_overflowed: int
     """Finite values that became infinite or NaN, for the type cannot hold them; counted as changed too."""
     max_rel_error: float
-    """Largest difference in proportion to the value before, among values that stayed finite; 1 for one that is now 0."""
+    """Largest difference in proportion to the value before, among values that stayed finite; 1 where one became 0."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tool.formats._pickle.legacy import is_legacy
+from ckpt_tool.formats._pickle.legacy import begins_legacy, is_legacy
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
@@ -22,6 +22,9 @@ _HTML = re.compile(rb"\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 _XML_ERROR = re.compile(rb"\s*<\?xml.{0,200}<Error>", re.DOTALL)
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]+")
 
+_LEAST_ZIP_NBYTES = 30 + 46 + 22
+"""The two headers of one member, and the end record."""
+_CUT = "the copy or the save did not finish; fetch or save it again"
 _DOWNLOAD = "the download failed: fetch it again, with a token if the repository asks for one"
 
 
@@ -74,7 +77,7 @@ def content_of(head: bytes) -> Content | None:
         head: the first `HEAD_NBYTES` bytes, or all of a shorter file.
     """
     if not head:
-        return Content("an empty file", "the copy or the save did not finish; fetch or save it again")
+        return Content("an empty file", _CUT)
     if not head.strip(b"\0"):
         return Content("only zero bytes at its start", "the disk filled up or the copy was cut; fetch or save it again")
     found = next((content for magic, content in _MAGIC if head.startswith(magic)), None)
@@ -99,9 +102,13 @@ def _container(head: bytes) -> Content | None:
         if re.match(rb"PK\x03\x04.{26}[^\0/]{1,200}/(?:data/weights/|archive_format)", head, re.DOTALL):
             fix = "save its weights: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"
             return Content("a program of torch.export", fix)
+        if len(head) < _LEAST_ZIP_NBYTES and not head.startswith(b"PK\x05\x06"):
+            return Content("only the beginning of a zip archive, such as torch.save writes", _CUT)
         return Content("a zip archive", "unpack it, or name it .pt if torch.save wrote it")
     if is_legacy(head):
         return Content("a torch.save file (the stream of torch before 1.6)", "name it .pt or .bin")
+    if begins_legacy(head):
+        return Content("only the beginning of a torch.save file (the stream of torch before 1.6)", _CUT)
     if head[0] == 0x80 and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
         fix = "torch.save did not write it: save its tensors with that, or with numpy.savez"
         return Content("a pickle", fix)

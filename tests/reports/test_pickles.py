@@ -122,4 +122,23 @@ def test_r47_cut_files(ckpt: Ckpt, tmp_path: Path, keep: float | str, whole: int
         assert refused.status == 3
         assert f"truncated: no end record in its {path.stat().st_size:,} bytes" in refused.err
         assert f"local headers allow salvage of {whole} of 9 storages" in refused.err
+        assert ("or keep what is whole: ckpt verify SRC --salvage OUT" in refused.err) == (whole > 0)
     assert [found.name for found in tmp_path.iterdir()] == ["m.pt"]
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_r47_cut_at_every_byte(ckpt: Ckpt, tmp_path: Path, *, is_zip: bool) -> None:
+    """R47: wherever a file was cut, also in front of its tensors, it is called a cut one, with what to do."""
+    path = tmp_path / "m.pt"
+    torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, path, _use_new_zipfile_serialization=is_zip)
+    data = path.read_bytes()
+    path.unlink()
+    cut = tmp_path / "cut.pt"
+    for length in (*range(4, 60, 3), *range(60, len(data), 41), len(data) - 1):
+        cut.write_bytes(data[:length])
+        refused = ckpt("inspect", cut)
+        assert (refused.status, "cut.pt" in refused.err) == (3, True), length
+        hint = refused.err.partition("hint: ")[2]
+        assert hint.startswith(
+            ("the copy or the save did not finish", "the copy or the save was cut", "the copy was cu")
+        )

@@ -85,12 +85,31 @@ def test_r88_views_of_one_storage(ckpt: Ckpt, tmp_path: Path) -> None:
     assert {fqn: value.tolist() for fqn, value in found.items()} == {
         fqn: value.tolist() for fqn, value in state.items()
     }
+    views = "3 tensors have bytes in common with others, as views of one storage, and are each written with all of"
+    assert f"{views} theirs: head (of a), odd (of a), t (of a)" in done.text
     done = ckpt("export", tmp_path / "m.pt", tmp_path / "once.safetensors", "--tied", "drop")
     assert "1 left out, shares its bytes with a: b" in done.text
+    assert views in done.text
     once = load_file(tmp_path / "once.safetensors")
     assert {fqn: value.tolist() for fqn, value in once.items()} == {
         fqn: value.tolist() for fqn, value in state.items() if fqn != "b"
     }
+
+
+def test_r88_the_same_bytes_read_in_another_way(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R88, R35: a square tensor and its transpose, a tensor and its conjugate share all bytes, and are not tied."""
+    square, signal = torch.arange(16.0).view(4, 4), torch.tensor([1 + 2j, 3 - 4j])
+    turned = torch.arange(5.0)
+    state = {
+        "w": square, "w_t": square.t(), "c": signal, "conj": signal.conj(), "n": turned, "neg": torch._neg_view(turned),
+        "one": square[:1].t(), "row": square[0].unsqueeze(1),
+    }  # fmt: skip
+    torch.save(state, tmp_path / "m.pt")
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "out.safetensors", "--tied", "drop")
+    assert "1 left out, shares its bytes with one: row" in done.text
+    found = load_file(tmp_path / "out.safetensors")
+    assert set(found) == set(state) - {"row"}
+    assert all(torch.equal(found[fqn], state[fqn].resolve_conj().resolve_neg()) for fqn in found)
 
 
 def test_r89_two_names_of_one_range(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -11,15 +11,17 @@ import numpy as np
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.rank_state import without
+from ckpt_tool.checks.sharing import partial_views
+from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.manifest.tables import ChunkFlag, IntArray
 from ckpt_tool.manifest.vocabulary import embedding_and_head, stated_tied
 from ckpt_tool.sizes import counted
 
 __all__ = ["groups_of_shared_bytes", "without_tied"]
 
 _NOTHING = (
-    "nothing is tied: no tensors share their bytes in a file, and no embedding and head hold equal copies; "
+    "nothing is tied: no two tensors are the same bytes of a file, and no embedding and head hold equal copies; "
     "--exclude NAME leaves out another copy"
 )
 
@@ -42,7 +44,7 @@ def without_tied(
         named = "; ".join(" = ".join(group) for group in shared[:3])
         groups = "1 group" if len(shared) == 1 else f"{counted(len(shared), 'group')}"
         said = f"{groups} of tensors share their bytes and are each written: {named}"
-        return manifest, (), (said,) if shared else ()
+        return manifest, (), (*((said,) if shared else ()), *_views_note(manifest, shared))
     why = {fqn: f"shares its bytes with {group[0]}" for group in shared for fqn in group[1:]}
     copies, said_of_copies = _equal_vocabularies(
         checkpoint, manifest, [fqn for fqn in manifest.tensors.fqns if fqn not in why]
@@ -50,10 +52,21 @@ def without_tied(
     why |= copies
     if not why and not said_of_copies and tied == "drop":
         said_of_copies = (_NOTHING,)
-    if not why:
-        return manifest, (), said_of_copies
-    left = without(manifest, (), why)
-    return left.manifest, left.dropped, said_of_copies
+    if why:
+        left = without(manifest, (), why)
+        return left.manifest, left.dropped, (*said_of_copies, *_views_note(left.manifest, ()))
+    return manifest, (), (*said_of_copies, *_views_note(manifest, ()))
+
+
+def _views_note(manifest: Manifest, tied: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """That tensors of one storage become tensors of their own, but for those of a group of ``tied``, told already."""
+    group = {fqn: number for number, fqns in enumerate(tied) for fqn in fqns}
+    found = [(fqn, of) for fqn, of in partial_views(manifest) if fqn not in group or group[fqn] != group.get(of)]
+    if not found:
+        return ()
+    named = ", ".join(f"{fqn} (of {of})" for fqn, of in found[:3]) + (" ..." if len(found) > 3 else "")
+    said = f"{counted(len(found), 'tensor', 'have')} bytes in common with others, as views of one storage"
+    return (f"{said}, and are each written with all of theirs: {named}",)
 
 
 def _equal_vocabularies(
@@ -97,22 +110,29 @@ def _led_by(first: str | None, group: Sequence[str]) -> tuple[str, ...]:
 
 
 def groups_of_shared_bytes(manifest: Manifest) -> list[tuple[str, ...]]:
-    """Groups of tensors that are the same bytes of the same files, in table order.
+    """Groups of tensors that are the same bytes of the same files, read the same way, in table order.
 
-    Only what the files themselves share counts; equal copies do not.
+    Only what the files themselves share counts; equal copies do not, nor views of other strides, types or signs.
     """
     chunks = manifest.chunks
     order, starts = chunks.by_tensor
     live = chunks.length > 0
-    found: dict[bytes, list[int]] = {}
+    strides = contiguous_strides_columns(chunks.sizes) if chunks.strides is None else chunks.strides
+    strides = np.where(chunks.sizes > 1, strides, 0)
+    flags = chunks.flags & ~np.uint8(ChunkFlag.UNRESOLVED)
+    found: dict[tuple[int, str, bytes], list[int]] = {}
     for tensor in range(len(starts) - 1):
         rows: IntArray = order[starts[tensor] : starts[tensor + 1]]
         rows = rows[live[rows]]
         if not len(rows):
             continue
         place = np.column_stack(
-            [chunks.file[rows], chunks.offset[rows], chunks.length[rows], chunks.offsets[rows], chunks.sizes[rows]]
-        )
-        key = np.ascontiguousarray(place[np.lexsort(place.T)]).tobytes() + bytes(manifest.tensors.ndim[tensor])
-        found.setdefault(key, []).append(tensor)
+            [
+                chunks.file[rows], chunks.offset[rows], chunks.length[rows], chunks.offsets[rows], chunks.sizes[rows],
+                strides[rows], flags[rows],
+            ]
+        )  # fmt: skip
+        key = np.ascontiguousarray(place[np.lexsort(place.T)]).tobytes()
+        meta = (int(manifest.tensors.ndim[tensor]), manifest.tensors.dtypes[tensor].name)
+        found.setdefault((*meta, key), []).append(tensor)
     return [tuple(manifest.tensors.fqns[t] for t in group) for group in found.values() if len(group) > 1]

@@ -19,13 +19,14 @@ from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["LegacyFile", "is_legacy", "is_legacy_tar", "read_legacy"]
+__all__ = ["LegacyFile", "begins_legacy", "is_legacy", "is_legacy_tar", "read_legacy"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 # The magic number as each protocol pickles it: decimal text in 0 and 1, LONG1 from 2 on, in a frame from 4 on.
 _MAGIC_PICKLE = re.compile(
     rb"(?s:L119547037146038801333356L?\n\.|\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.)"
 )
+_MAGIC_PICKLES = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x03\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")
 _PROTOCOL_VERSION = 1001
 _FIRST_READ_BYTES = 1 << 20
 _MAX_PICKLE_BYTES = 4 << 30
@@ -49,6 +50,11 @@ class LegacyFile:
 def is_legacy(head: bytes) -> bool:
     """True when ``head``, the first 28 bytes or more, begins a legacy stream of any pickle protocol."""
     return _MAGIC_PICKLE.match(head) is not None
+
+
+def begins_legacy(data: bytes) -> bool:
+    """True when ``data``, too short for `is_legacy`, is how a legacy stream begins that was cut there."""
+    return len(data) > 2 and any(magic.startswith(data) for magic in _MAGIC_PICKLES)
 
 
 def is_legacy_tar(head: bytes) -> bool:
@@ -101,9 +107,14 @@ def _pickles(read: Callable[[int, int], bytes], nbytes: int, where: str) -> tupl
         try:
             while len(ends) < 5:
                 ends.append(pickle_end(head, where=where, start=ends[-1] if ends else 0))
-        except FormatError:
+        except FormatError as error:
             if length == nbytes or length >= _MAX_PICKLE_BYTES:
-                raise
+                raise FormatError(
+                    f"{error.message}, in pickle {len(ends) + 1} of the 5 in front of the tensors' bytes, so that "
+                    f"nothing can be salvaged of its {counted(nbytes, 'byte')}",
+                    where=error.where,
+                    hint="the copy or the save was cut: fetch or save the file again",
+                ) from error
             length = min(nbytes, length * 4)
             continue
         return head, ends

@@ -140,9 +140,10 @@ def zip_directory(source: Source, path: str) -> tuple[ZipDirectory, Read]:
         found = salvage_text(window.read, nbytes, where=path)
         if found is None:
             raise
-        raise FormatError(
-            f"{error.message}; {found}", where=path, hint="the copy or the save was cut: fetch or save the file again"
-        ) from error
+        said, can_be_salvaged = found
+        hint = "the copy or the save was cut: fetch or save the file again"
+        hint += ", or keep what is whole: ckpt verify SRC --salvage OUT" if can_be_salvaged else ""
+        raise FormatError(f"{error.message}; {said}", where=path, hint=hint) from error
     if not directory.is_torch:
         raise Unsupported(f"a zip of {counted(len(directory.members), 'member')} without data.pkl", where=path)
     return directory, window.read

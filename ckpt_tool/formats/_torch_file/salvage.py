@@ -21,8 +21,10 @@ _WIDE_NBYTES = 0xFFFFFFFF
 _TORCH_HEADER = b"PK\x03\x04\x08\x08\0\0"  # signature; flags and method, which other writers set otherwise
 
 
-def salvage_text(read: Read, nbytes: int, *, where: str) -> str | None:
-    """Half a sentence that says what the local headers tell; None when these bytes are no zip of torch.save.
+def salvage_text(read: Read, nbytes: int, *, where: str) -> tuple[str, bool] | None:
+    """Half a sentence that says what the local headers tell, and whether any of it can be salvaged.
+
+    None when these bytes are no zip of torch.save.
 
     Costs one read of 64 KiB, more only where ``data.pkl`` is longer.
     """
@@ -35,9 +37,8 @@ def salvage_text(read: Read, nbytes: int, *, where: str) -> str | None:
         if item is not None:
             return _counted(item, nbytes, where)
         if length >= min(nbytes, _MAX_NBYTES):
-            return (
-                f"truncated to {counted(nbytes, 'byte')}: it ends before its first storage, so nothing can be salvaged"
-            )
+            said = f"truncated to {counted(nbytes, 'byte')}: it ends before its first storage"
+            return f"{said}, so nothing can be salvaged", False
         length = min(nbytes, length * 4)
 
 
@@ -50,13 +51,13 @@ def storage_sizes(pickle: bytes) -> dict[str, int]:
     return {storage.key: storage.nbytes for storage in storages(load_pickle(pickle, where="data.pkl"))}
 
 
-def _counted(item: ItemHead, nbytes: int, where: str) -> str | None:
+def _counted(item: ItemHead, nbytes: int, where: str) -> tuple[str, bool] | None:
     try:
         found = {storage.key: storage for storage in storages(load_pickle(item.pickle, where=where))}
     except CkptError:
         return None
     if item.payload_offset is None or not all(key.isdecimal() for key in found):
-        return f"truncated to {counted(nbytes, 'byte')}; its data.pkl is whole"
+        return f"truncated to {counted(nbytes, 'byte')}; its data.pkl is whole", True
     start = item.payload_offset
     alignment = max(start & -start, 1) if start % 64 else 64
     n_whole = 0
@@ -70,7 +71,5 @@ def _counted(item: ItemHead, nbytes: int, where: str) -> str | None:
             break
         n_whole += 1
         start = end + ((24 if found[key].nbytes >= _WIDE_NBYTES else 16) if found[key].nbytes else 0)
-    return (
-        f"truncated: no end record in its {counted(nbytes, 'byte')}; "
-        f"local headers allow salvage of {n_whole:,} of {counted(len(found), 'storage')}"
-    )
+    said = f"truncated: no end record in its {counted(nbytes, 'byte')}; "
+    return f"{said}local headers allow salvage of {n_whole:,} of {counted(len(found), 'storage')}", n_whole > 0
