@@ -14,11 +14,10 @@ from ckpt_tool.api.arguments import check_arguments, check_files
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.mesh import asked_mesh
 from ckpt_tool.api.convert.selection import select_tensors
-from ckpt_tool.api.rules import rules_for
+from ckpt_tool.api.convert.stored_boxes import placed_by_rules
 from ckpt_tool.errors import UsageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.layout.mesh import Mesh
-from ckpt_tool.layout.place import place
+from ckpt_tool.layout.place import Placed
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import is_name, texts
 
@@ -89,7 +88,8 @@ def stream(  # noqa: PLR0913 - the options of a command
         manifest = select_tensors(
             checkpoint, include=include, exclude=exclude, sections=sections, unequal=None
         ).manifest
-        boxes = _boxes_of_rank(manifest, target, rank, rules=rules, default=default, dp_mode=dp_mode)
+        placed = placed_by_rules(manifest, manifest.tensors, target, rules=rules, default=default, dp_mode=dp_mode)[0]
+        boxes = _boxes_of_rank(manifest, placed, rank)
         checkpoint.resolve([fqn for fqn, _ in boxes])
         batches = _batches(manifest, boxes, memory_budget_bytes // 4)
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-read-ahead") as ahead:
@@ -105,26 +105,9 @@ def stream(  # noqa: PLR0913 - the options of a command
                     del array
 
 
-def _boxes_of_rank(
-    manifest: Manifest,
-    mesh: Mesh,
-    rank: int,
-    *,
-    rules: str | os.PathLike[str] | None,
-    default: Literal["shard0", "replicate"] | None,
-    dp_mode: Literal["shard", "replicate"],
-) -> list[tuple[str, list[Box]]]:
+def _boxes_of_rank(manifest: Manifest, placed: Placed, rank: int) -> list[tuple[str, list[Box]]]:
     """Boxes of each tensor that the rank holds, in the order in which they make up its local tensor."""
     tensors = manifest.tensors
-    needs_rules = any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
-    placed = place(
-        tensors.fqns,
-        [tensors.shape_of(row) for row in range(len(tensors))],
-        mesh,
-        rules_for(tensors.fqns, rules, is_optional=default is not None)[0] if needs_rules else None,
-        dp_mode=dp_mode,
-        default=default,
-    )
     found: dict[int, list[Box]] = {}
     for row in np.flatnonzero(placed.rank == rank).tolist():
         tensor = int(placed.tensor[row])

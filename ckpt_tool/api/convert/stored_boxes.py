@@ -1,4 +1,4 @@
-"""The boxes that ranks store: those that rules give them to hold, each of them, one for a group, or each byte once."""
+"""The boxes that ranks hold by rules, and those of them that they store: all, one for a group, or each byte once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.records import dataclass
 
-__all__ = ["Storing", "boxes_by_rules"]
+__all__ = ["Storing", "boxes_by_rules", "placed_by_rules"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,35 @@ def boxes_by_rules(
     storing: Storing,
 ) -> tuple[BoxTable, list[str]]:
     """The boxes that ranks store by the rules of a family, and notes on how they were found."""
+    placed, evidence = placed_by_rules(manifest, tensors, mesh, stages, rules=rules, default=default, dp_mode=dp_mode)
+    return _stored(placed, tensors, mesh, storing), [*evidence, *placed.notes]
+
+
+def placed_by_rules(
+    manifest: Manifest,
+    tensors: TensorTable,
+    mesh: Mesh,
+    stages: StageOptions | None = None,
+    *,
+    rules: str | os.PathLike[str] | None,
+    default: Literal["shard0", "replicate"] | None,
+    dp_mode: Literal["shard", "replicate"],
+) -> tuple[Placed, tuple[str, ...]]:
+    """The boxes that ranks hold by the rules of a family, and how the family was told where the mesh needs rules.
+
+    Args:
+        manifest: tells the names of parameters that an optimizer numbers.
+        tensors: what is placed.
+        mesh: the ranks.
+        stages: how layers are spread, where an even spread is not wanted.
+        rules: a rules file, which adds to or overrides the family that the names fit.
+        default: what happens to names without a rule; None to stop with their list.
+        dp_mode: whether data-parallel ranks ``replicate`` or ``shard``.
+
+    Raises:
+        LayoutError: names that no rule covers, or a mesh that does not fit them.
+        UsageError: a rules file that is none.
+    """
     needs_rules = any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep"))
     rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
     placed = place(
@@ -57,8 +86,7 @@ def boxes_by_rules(
         stages=stages,
         numbered=_numbered_parameters(manifest),
     )
-    notes = [*evidence, *placed.notes] if needs_rules else list(placed.notes)
-    return _stored(placed, tensors, mesh, storing), notes
+    return placed, evidence if needs_rules else ()
 
 
 def _stored(placed: Placed, tensors: TensorTable, mesh: Mesh, storing: Storing) -> BoxTable:
