@@ -1,12 +1,13 @@
-"""Counts and words of commands as people read and write them. Knows nothing of tensors."""
+"""Counts, lists of names and words of commands as people read and write them. Knows nothing of tensors."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ckpt_tool.errors import UsageError
 
-__all__ = ["counted", "counted_of", "format_bytes", "parse_bytes", "shell_word"]
+__all__ = ["counted", "counted_of", "format_bytes", "parse_bytes", "shell_word", "some_below", "some_of"]
 
 _UNITS = {
     "": 1, "B": 1,
@@ -73,6 +74,26 @@ def counted_of(n: int, total: int, noun: str, verb: str) -> str:
     ('1 of 3 files is', '2 of 3 files are', '1 of 1 file lacks')
     """
     return f"{n:,} of {counted(total, noun)} {(_SINGULAR.get(verb) or _with_s(verb)) if n == 1 else verb}"
+
+
+def some_of(names: Sequence[object], most: int = 3, *, n: int | None = None) -> str:
+    """The first names, and how many more there are of ``n``, or of the names where that is not given.
+
+    >>> some_of(["a", "b", "c", "d"]), some_of([0, 1], 8), some_of(["a"], 1, n=5)
+    ('a, b, c and 1 more', '0, 1', 'a and 4 more')
+    """
+    n_more = (len(names) if n is None else n) - most
+    return ", ".join(map(str, names[:most])) + (f" and {n_more:,} more" if n_more > 0 else "")
+
+
+def some_below(names: Sequence[object], most: int) -> str:
+    r"""As ``some_of``, each on a line of its own below the sentence that ends here.
+
+    >>> some_below(["a", "b", "c"], 2)
+    '\n  a\n  b\n  ... and 1 more'
+    """
+    lines = "".join(f"\n  {name}" for name in names[:most])
+    return lines + (f"\n  ... and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def _with_s(word: str) -> str:

@@ -15,7 +15,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["Extents", "chunk_nbytes", "extent_findings", "length_findings", "loss_findings", "measure", "some_names"]
@@ -77,9 +77,9 @@ def extent_findings(manifest: Manifest, listing: Listing, extents: Extents) -> I
     for path in sorted(rows_by_path.keys() | objects_by_path.keys()):
         rows, objects = rows_by_path.get(path, []), objects_by_path.get(path, [])
         names = _names(manifest, rows, objects)
-        held = f"{_counted(len(rows), 'chunk')} of {_counted(len(set(chunks.tensor[rows].tolist())), 'tensor')}"
+        held = f"{counted(len(rows), 'chunk')} of {counted(len(set(chunks.tensor[rows].tolist())), 'tensor')}"
         if objects:
-            held += f" and {_counted(len(objects), 'object')}"
+            held += f" and {counted(len(objects), 'object')}"
         if path not in listing:
             said = f"{path} is missing; it holds {held}: {some_names(names)}"
             yield Finding("missing-file", Severity.ERROR, said, names[0], FileRange(path, 0, 0))
@@ -168,12 +168,7 @@ def some_names(names: Sequence[str], shown: int = 3) -> str:
     >>> some_names(["a", "b", "c", "d"])
     "'a', 'b', 'c' and 1 more"
     """
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(repr(name) for name in names[:shown]) + more
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+    return some_of([repr(name) for name in names[:shown]], shown, n=len(names))
 
 
 def _names(manifest: Manifest, rows: list[int], objects: list[int]) -> list[str]:

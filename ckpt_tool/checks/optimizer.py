@@ -38,7 +38,7 @@ def optimizer_findings(manifest: Manifest) -> Iterator[Finding]:
         if view.without_state:
             named = [str(view.names.get(k, k)) if isinstance(k, int) else k for k in view.without_state]
             said = (
-                f"{len(named):,} parameter{'s' if len(named) > 1 else ''} of {title} without state, as those that "
+                f"{counted(len(named), 'parameter')} of {title} without state, as those that "
                 f"never got a gradient: {some_names(named)}"
             )
             yield Finding("no-optimizer-state", Severity.INFO, said, named[0])

@@ -9,7 +9,7 @@ import typer
 from ckpt_tool.cli.options import Choice, Json, NoFsync, Overwrite, Quiet, Source
 from ckpt_tool.cli.output import output
 from ckpt_tool.cli.text import Line, Span, line, wrap
-from ckpt_tool.sizes import counted, format_bytes
+from ckpt_tool.sizes import counted, format_bytes, some_of
 
 if TYPE_CHECKING:
     from ckpt_tool.api.convert.edit import EditResult
@@ -19,8 +19,6 @@ EXAMPLES = (
     "ckpt edit model slim --drop-optimizer",
     "ckpt edit model --fix-index --in-place",
 )
-
-_NAMES_SHOWN = 3
 
 
 class Repair(Choice):
@@ -171,7 +169,6 @@ def _lines(result: EditResult, width: int) -> list[Line]:
     for each in result.dropped:
         by_why.setdefault(each.why, []).append(each.fqn)
     for why, fqns in by_why.items():
-        more = len(fqns) - _NAMES_SHOWN
-        text = f"{len(fqns):,}, {why}: {', '.join(fqns[:_NAMES_SHOWN])}{f' and {more:,} more' if more > 0 else ''}"
+        text = f"{len(fqns):,}, {why}: {some_of(fqns)}"
         lines += wrap(text, width, line(Span("dropped: ", "yellow")), "  ")
     return lines

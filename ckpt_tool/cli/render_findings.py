@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.text import Cell, Line, Span, line, wrap
-from ckpt_tool.sizes import counted, format_bytes
+from ckpt_tool.sizes import counted, format_bytes, some_of
 
 if TYPE_CHECKING:
     from ckpt_tool.checks.report import FindingGroup, VerifyReport
@@ -16,7 +16,6 @@ __all__ = ["report_lines"]
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _LABELS = {"error": "error", "warning": "warning", "info": "note"}
 _FILES_SHOWN = 4
-_NAMES_SHOWN = 3
 
 
 def report_lines(report: VerifyReport, *, width: int, limit: int | None) -> list[Line]:
@@ -45,9 +44,7 @@ def _checked(report: VerifyReport) -> str:
         parts.append(f"{format_bytes(report.checked_nbytes)} of tensors read")
         parts.append(f"{format_bytes(report.covered_nbytes)} proven by recorded checksums")
     if report.unproven_files:
-        names = ", ".join(report.unproven_files[:_NAMES_SHOWN])
-        more = len(report.unproven_files) - _NAMES_SHOWN
-        parts.append(f"no checksum in {names}{f' and {more:,} more' if more > 0 else ''}")
+        parts.append(f"no checksum in {some_of(report.unproven_files)}")
     return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_tool.cli.render_tree import number_ranges
 from ckpt_tool.cli.text import Cell, Line, Span, fitted, flat, line
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted, format_bytes
+from ckpt_tool.sizes import counted, format_bytes, some_of
 
 if TYPE_CHECKING:
     from ckpt_tool.api.shard_map import ShardBox, ShardMap
@@ -26,7 +26,6 @@ _PALETTE = (117, 222, 157, 217, 183, 229, 152, 180, 120, 211, 147, 187)
 _MAX_ROWS = 40
 _MAX_SLICES = 8
 _MAX_PAIRED = 200
-_FILES_SHOWN = 3
 _HOLE = "···"
 _RANKS_WIDTH = 8
 
@@ -242,7 +241,6 @@ def _listing(stored: Sequence[_Stored], width: int, limit: int | None) -> list[L
     table: list[list[Cell]] = [[Span(name, "bold") for name in ("  box", "place", "bytes", "rank", "file", copies)]]
     for box in shown:
         files = list(dict.fromkeys(_file(each) for each in box.copies))
-        more = f" and {len(files) - _FILES_SHOWN:,} more" if len(files) > _FILES_SHOWN else ""
         place = ", ".join(f"{o:,}:{o + s:,}" for o, s in zip(box.offsets, box.sizes, strict=True))
         table.append(
             [
@@ -250,7 +248,7 @@ def _listing(stored: Sequence[_Stored], width: int, limit: int | None) -> list[L
                 f"[{place}]",
                 f"{box.copies[0].length:,}",
                 box.ranks or Span("-", "dim"),
-                ", ".join(files[:_FILES_SHOWN]) + more,
+                some_of(files),
                 Span(f"{counted(len(box.copies), 'copy')}", "yellow") if len(box.copies) > 1 else "",
             ]
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tool.cli.text import Line, Span, line, wrap
-from ckpt_tool.sizes import counted, format_bytes
+from ckpt_tool.sizes import counted, format_bytes, some_of
 
 if TYPE_CHECKING:
     from ckpt_tool.api.convert.conversion import Conversion, ConversionResult, Dropped
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["cast_lines", "drop_lines", "mesh_text", "plan_lines", "result_lines"]
 
-_NAMES_SHOWN = 3
 _LABEL_WIDTH = 9
 
 
@@ -77,7 +76,7 @@ def drop_lines(dropped: Sequence[Dropped], *, width: int) -> list[Line]:
         by_why.setdefault(each.why, []).append(each.fqn)
     lines: list[Line] = []
     for why, fqns in by_why.items():
-        text = f"{len(fqns):,} left out, {why}: {_some(fqns)}"
+        text = f"{len(fqns):,} left out, {why}: {some_of(fqns)}"
         lines += wrap(text, width, line(Span("dropped: ", "yellow")), "  ")
     return lines
 
@@ -92,7 +91,7 @@ def cast_lines(casts: Iterable[tuple[str, str, str]], reports: Iterable[CastRepo
         effects.setdefault((report.source, report.target), []).append(report)
     lines: list[Line] = []
     for (source, target), fqns in by_kind.items():
-        text = f"{counted(len(fqns), 'tensor')} from {source} to {target}: {_some(fqns)}"
+        text = f"{counted(len(fqns), 'tensor')} from {source} to {target}: {some_of(fqns)}"
         found = effects.get((source, target))
         if found:
             n_changed = sum(report.n_changed for report in found)
@@ -106,12 +105,7 @@ def cast_lines(casts: Iterable[tuple[str, str, str]], reports: Iterable[CastRepo
                 else "; no value changed"
             )
             if lost:
-                n_lost, names = sum(report.n_overflowed for report in lost), _some([report.fqn for report in lost])
+                n_lost, names = sum(report.n_overflowed for report in lost), some_of([report.fqn for report in lost])
                 text += f"; {counted(n_lost, 'value')} too large for {target}, no longer finite (in {names})"
         lines += wrap(text, width, line(Span("cast: ", "yellow")), "  ")
     return lines
-
-
-def _some(fqns: Sequence[str]) -> str:
-    more = f" and {len(fqns) - _NAMES_SHOWN:,} more" if len(fqns) > _NAMES_SHOWN else ""
-    return ", ".join(fqns[:_NAMES_SHOWN]) + more

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.manifest.finding import Finding, Severity
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 
 __all__ = ["DISAGREEING", "Held", "differing", "disagreement_findings", "is_told"]
 
@@ -51,7 +51,7 @@ def disagreement_findings(held: Held) -> Iterator[Finding]:
     rest: dict[str, str] = {}
     for fqn, ranks in held.items():
         ordered = sorted(ranks.items(), key=lambda item: list(item[1]))
-        said = "; ".join(f"{value} on {_listed(numbers)}" for value, numbers in ordered)
+        said = "; ".join(f"{value} on ranks {some_of(sorted(numbers), 8)}" for value, numbers in ordered)
         if _COUNTER.fullmatch(fqn):
             message = f"{fqn} is {said}: files of several saves are mixed"
             yield Finding("mixed-steps", Severity.ERROR if fqn in _OF_THE_SAVE else Severity.WARNING, message, fqn)
@@ -70,8 +70,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(isinstance(each, _PLAIN) for each in value)
     return isinstance(value, _PLAIN)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"ranks {shown} and {len(ranks) - 8:,} more" if len(ranks) > 8 else f"ranks {shown}"

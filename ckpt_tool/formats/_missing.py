@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from ckpt_tool.formats.base import Reader, Source
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 
 __all__ = ["LackingReader", "missing_text"]
-
-_SHOWN = 3
 
 
 @runtime_checkable
@@ -28,6 +26,4 @@ def missing_text(paths: Sequence[str]) -> str:
     >>> missing_text(["a", "b", "c", "d"])
     '4 files are missing: a, b, c and 1 more'
     """
-    more = len(paths) - _SHOWN
-    shown = ", ".join(paths[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
-    return f"{counted(len(paths), 'file', 'are')} missing: {shown}"
+    return f"{counted(len(paths), 'file', 'are')} missing: {some_of(paths)}"

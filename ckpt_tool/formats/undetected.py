@@ -11,7 +11,7 @@ from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_cont
 from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.lacking import empty_metadata, lacking_files
 from ckpt_tool.formats.registry import readers
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 from ckpt_tool.storage.above import broken_links, folders_above
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 from ckpt_tool.storage.tar import TarStore
@@ -96,10 +96,9 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         )
     inside = _checkpoints_below(source)
     if inside and (stand_in is None or "/" in stand_in):
-        listed = ", ".join(f"{folder} ({name})" for folder, name in inside[:8])
-        more = f" and {len(inside) - 8:,} more" if len(inside) > 8 else ""
+        listed = some_of([f"{folder} ({name})" for folder, name in inside], 8)
         return NotFound(
-            f"no checkpoint itself, but its folders hold some: {listed}{more}",
+            f"no checkpoint itself, but its folders hold some: {listed}",
             where=url,
             hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
         )

@@ -19,7 +19,7 @@ from ckpt_tool.layout.naming_rules import NamedPart, Naming, NamingRule
 from ckpt_tool.layout.naming_sizes import FACT_HINT, Fact, check_counted, pieces_of, size_of, stated
 from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_below
 
 __all__ = ["rename_back"]
 
@@ -87,11 +87,9 @@ def rename_back(
         else:
             dropped.append((fqn, because))
     if uncovered:
-        listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
-        more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
         raise LayoutError(
             f"{naming.name}, read backwards, has no place for {len(uncovered):,} of {counted(len(shapes), 'tensor')}, "
-            f"which would be lost:{listed}{more}",
+            f"which would be lost:{some_below(uncovered, _N_LISTED)}",
             hint="leave them out with --exclude",
         )
     missing = sorted({name for _, rule in uses for name in rule.facts} - set(known))

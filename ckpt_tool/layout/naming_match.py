@@ -9,7 +9,7 @@ from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_below
 
 __all__ = ["Matched", "NamingMatch", "choose_naming", "match_names", "matches_of", "nearest_naming"]
 
@@ -103,11 +103,9 @@ def match_names(naming: Naming, fqns: Iterable[str]) -> tuple[Matched, ...]:
     """
     found, uncovered = matches_of(naming, fqns)
     if uncovered:
-        listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
-        more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
         raise LayoutError(
             f"{naming.name} has no name for {len(uncovered):,} of {counted(len(uncovered) + len(found), 'tensor')}, "
-            f"which would be lost:{listed}{more}",
+            f"which would be lost:{some_below(uncovered, _N_LISTED)}",
             hint="give rules for them with --naming FILE, leave them out with --exclude, or keep all names with "
             "--family none",
         )

@@ -16,7 +16,7 @@ from ckpt_tool.layout.placement import Replicate, Shard, TensorLayout
 from ckpt_tool.layout.rules import Kind, RuleMatch, RuleSet
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_below
 
 __all__ = ["Default", "Notes", "Resolved", "is_for_everyone", "resolve", "rows_of_kind"]
 
@@ -169,15 +169,13 @@ def _note_missing(what: str, numbers: Sequence[int], notes: Notes) -> None:
 
 
 def _uncovered_error(uncovered: Sequence[str], n_tensors: int, rules: RuleSet) -> LayoutError:
-    listed = "".join(f"\n  {fqn}" for fqn in uncovered[:_N_LISTED])
-    more = f"\n  ... and {len(uncovered) - _N_LISTED:,} more" if len(uncovered) > _N_LISTED else ""
     names = [[*spellings(fqn, {})][-1].parameter for fqn in uncovered]
     # One rule per parameter: it holds for the optimizer's state of it too, under whatever prefix.
     patterns = list(dict.fromkeys(_pattern_for(name) for name in names))
     stanzas = "\n\n".join(f"[[rule]]\nmatch = '{pattern}'\nkind = \"replicated\"" for pattern in patterns[:_N_LISTED])
     return LayoutError(
-        f"no rule of {rules.name!r} covers {len(uncovered):,} of {counted(n_tensors, 'tensor')}:{listed}{more}"
-        f"{_partial_match(names, rules)}",
+        f"no rule of {rules.name!r} covers {len(uncovered):,} of {counted(n_tensors, 'tensor')}:"
+        f"{some_below(uncovered, _N_LISTED)}{_partial_match(names, rules)}",
         hint=f"give every rank a copy of them with --default replicate, or put rules for them into a file for --rules "
         f"(kind: column, row, vocab, replicated ...):\n\n{stanzas}",
     )

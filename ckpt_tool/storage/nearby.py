@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from ckpt_tool.sizes import some_of
+
 __all__ = ["did_you_mean"]
 
 MAX_NAMES = 3
@@ -22,5 +24,4 @@ def did_you_mean(name: str, names: Iterable[str]) -> str | None:
     near = difflib.get_close_matches(name, known, n=MAX_NAMES, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    more = f" and {len(known) - MAX_NAMES:,} more" if len(known) > MAX_NAMES else ""
-    return f"beside it are: {', '.join(known[:MAX_NAMES])}{more}"
+    return f"beside it are: {some_of(known, MAX_NAMES)}"

@@ -9,13 +9,12 @@ from ckpt_tool.layout.names import without_wrappers
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.sections import WRAPPERS
 from ckpt_tool.manifest.tables import TensorTable
-from ckpt_tool.sizes import counted, shell_word
+from ckpt_tool.sizes import counted, shell_word, some_of
 
 __all__ = ["beside_model_notes", "module_names", "renamed"]
 
 # Keys under which trainers put the module's own state dict.
 _STATE_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "app"})
-_N_SHOWN = 3
 
 
 def module_names(paths: Iterable[KeyPath]) -> list[str]:
@@ -49,9 +48,8 @@ def beside_model_notes(paths: Sequence[KeyPath]) -> tuple[str, ...]:
     names = sorted(".".join(map(str, path)) for path in beside)
     first = beside[0]
     pattern = f"{first[0]}.*" if len(first) > 1 else str(first[0])
-    shown = ", ".join(names[:_N_SHOWN]) + (f" and {len(names) - _N_SHOWN:,} more" if len(names) > _N_SHOWN else "")
     what = counted(len(beside), "tensor", "are")
-    return (f"beside {outer!r}, {what} written too: {shown} (to leave out: --exclude {shell_word(pattern)})",)
+    return (f"beside {outer!r}, {what} written too: {some_of(names)} (to leave out: --exclude {shell_word(pattern)})",)
 
 
 def _n_outer_keys(path: KeyPath) -> int:

@@ -21,6 +21,7 @@ from ckpt_tool.manifest.masters import MASTER_STATES, module_names
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.optimizer import ParameterGroup, optimizer_views
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import some_of
 
 __all__ = [
     "MASTER",
@@ -179,7 +180,7 @@ def state_views(
             without.append(view.fqn)
         elif lacking:
             raise LayoutError(
-                f"{_named(lacking)} have no {' and '.join(slots)}, other parts of it have", where=view.fqn
+                f"{some_of(lacking, _N_NAMED)} have no {' and '.join(slots)}, other parts of it have", where=view.fqn
             )
         else:
             found += _of_slots(view, states, slots, path_of)
@@ -201,8 +202,3 @@ def _of_slots(
         parts = tuple(replace(part, source_fqn=states[part.source_fqn][slot]) for part in view.parts)
         path = path_of(slot, view)
         yield View(".".join(map(str, path)), view.shape, parts, view.zeros, path)
-
-
-def _named(fqns: Sequence[str]) -> str:
-    more = f" and {len(fqns) - _N_NAMED:,} more" if len(fqns) > _N_NAMED else ""
-    return ", ".join(fqns[:_N_NAMED]) + more

@@ -7,7 +7,7 @@ What the formats' own metadata says is believed before any rule about names. Pay
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ckpt_tool.api.runs.endings import INDEX, PAYLOAD, cut_files
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
@@ -22,7 +22,7 @@ from ckpt_tool.manifest.finding import Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted, format_bytes
+from ckpt_tool.sizes import counted, format_bytes, some_of
 from ckpt_tool.storage.store import Listing, Store
 
 __all__ = ["Judgement", "families", "judge", "tracker_text"]
@@ -189,7 +189,7 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
     names, total = set(index.files), index.total_size
     missing = sorted(name for name in names if name not in listing.sizes)
     if missing:
-        yield f"{path} names {len(missing):,} of {counted(len(names), 'file')} that are missing: {_some(missing)}"
+        yield f"{path} names {len(missing):,} of {counted(len(names), 'file')} that are missing: {some_of(missing)}"
     elif isinstance(total, int) and (held := sum(listing.sizes[name] for name in names)) < total:
         yield f"the shards of {path} have {format_bytes(held)} together, expected at least {format_bytes(total)}"
 
@@ -198,10 +198,10 @@ def _by_names(step: StepFiles) -> Iterator[str]:
     """What names and sizes alone say."""
     unfinished = [path for path in step.sizes if _UNFINISHED.search(path)]
     if unfinished:
-        yield f"{counted(len(unfinished), 'unfinished file')}: {_some(unfinished)}"
+        yield f"{counted(len(unfinished), 'unfinished file')}: {some_of(unfinished)}"
     empty = [path for path, nbytes in step.sizes.items() if nbytes == 0 and PAYLOAD.search(path)]
     if empty:
-        yield f"{counted(len(empty), 'empty file')}: {_some(empty)}"
+        yield f"{counted(len(empty), 'empty file')}: {some_of(empty)}"
     yield from _without_metadata(step)
     yield from _grids(step)
 
@@ -234,10 +234,8 @@ def _grids(step: StepFiles) -> Iterator[str]:
         sizes = [max(column) + 1 for column in zip(*numbers, strict=True)]
         missing = absent_places(numbers, sizes, at_most=_EXAMPLES)
         if missing.n:
-            n_files = counted(missing.n + len(numbers), "file")
-            yield (
-                f"{missing.n:,} of {n_files} {_pattern_of(sample[1])} are missing: {_some(missing.first, missing.n)}"
-            )
+            files = f"{counted(missing.n + len(numbers), 'file')} {_pattern_of(sample[1])}"
+            yield f"{missing.n:,} of {files} are missing: {some_of(missing.first, n=missing.n)}"
     has_index = any(INDEX.fullmatch(path) for path in step.sizes)  # which names what is missing
     for pattern in (_OF_WORLD, _OF_SHARDS):
         if has_index and pattern is _OF_SHARDS:
@@ -255,7 +253,7 @@ def _grids(step: StepFiles) -> Iterator[str]:
             lost = absent_places([(number - first,) for number in have], (int(total),), at_most=_EXAMPLES)
             if lost.n and sample is not None:
                 example = _pattern_of(sample[1], 3 if pattern is _OF_WORLD else 2)
-                shown = _some([number + first for (number,) in lost.first], lost.n)
+                shown = some_of([number + first for (number,) in lost.first], n=lost.n)
                 yield f"{lost.n:,} of {counted(int(total), 'file')} {example} are missing: {shown}"
 
 
@@ -299,10 +297,4 @@ def _layout(listing: Listing, manifest: Manifest | None) -> str | None:
         if cell is not None:
             grid.add(cell.groups())
     n = ranks or len(grid)
-    return f"{n:,} rank{'s' if n > 1 else ''}" if n else None
-
-
-def _some(names: Sequence[object], count: int | None = None) -> str:
-    """The first of the names, and how many more of ``count`` there are; of the names where there is none."""
-    n_more = (len(names) if count is None else count) - _EXAMPLES
-    return ", ".join(map(str, names[:_EXAMPLES])) + (f" and {n_more:,} more" if n_more > 0 else "")
+    return counted(n, "rank") if n else None

@@ -11,6 +11,7 @@ from ckpt_tool.compare.reasons import Reason
 from ckpt_tool.compare.tiles import ComparedPair, Pair
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import some_of
 
 __all__ = ["NeighbourFinder"]
 
@@ -207,5 +208,4 @@ def _moved_text(stack: str, moved: Mapping[int, int]) -> str:
         return (
             f"B's {stack}.{first} to {last} are A's {other} to {last_other}: B's {stack}.{first} is A's {stack}.{other}"
         )
-    more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
-    return ", ".join(f"B's {stack}.{own} is A's {stack}.{theirs}" for own, theirs in pairs[:_SHOWN]) + more
+    return some_of([f"B's {stack}.{own} is A's {stack}.{theirs}" for own, theirs in pairs], _SHOWN)

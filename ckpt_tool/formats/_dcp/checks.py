@@ -19,7 +19,7 @@ from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 from ckpt_tool.storage.decode import decoded_blocks
 
 __all__ = ["checksums", "file_findings", "item_of"]
@@ -151,9 +151,9 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     for path in sorted(holds):
         nbytes = listing.sizes.get(path)
         if nbytes is None:
-            message = (
-                f"the file is missing; it holds parts of {counted(len(holds[path]), 'entry')}: {_named(holds[path])}"
-            )
+            names = sorted(holds[path])
+            held = f"{counted(len(names), 'entry')}: {some_of(names, _NAMES_SHOWN)}"
+            message = f"the file is missing; it holds parts of {held}"
             yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, ends[path]))
         elif ends[path] > nbytes:
             message = (
@@ -170,11 +170,6 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
                 f"{counted(listing.nbytes(path), 'byte')} that the metadata does not refer to: left by an earlier save?"
             )
             yield Finding("unknown-file", Severity.WARNING, message, where=FileRange(path, 0, listing.nbytes(path)))
-
-
-def _named(fqns: set[str]) -> str:
-    shown = sorted(fqns)[:_NAMES_SHOWN]
-    return ", ".join(shown) + (f" and {len(fqns) - len(shown):,} more" if len(fqns) > len(shown) else "")
 
 
 def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRange, bytes, bytes]]:

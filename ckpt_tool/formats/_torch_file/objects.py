@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats._pickle.walk import storages
 from ckpt_tool.manifest.model import Blob
-from ckpt_tool.sizes import counted, shell_word
+from ckpt_tool.sizes import counted, shell_word, some_of
 
 __all__ = ["check_objects"]
 
@@ -35,8 +35,7 @@ def check_objects(blobs: Sequence[Blob], kept: Collection[str] = ()) -> None:
 
 
 def _refused(fqns: Sequence[str], why: str) -> Unsupported:
-    shown, more = fqns[:_SHOWN], f" and {len(fqns) - _SHOWN:,} more" if len(fqns) > _SHOWN else ""
     return Unsupported(
-        f"no other file can hold {counted(len(fqns), 'object')} {why}: {', '.join(shown)}{more}",
-        hint=f"leave out what is not needed: {' '.join(f'--exclude {shell_word(fqn)}' for fqn in shown)}",
+        f"no other file can hold {counted(len(fqns), 'object')} {why}: {some_of(fqns, _SHOWN)}",
+        hint=f"leave out what is not needed: {' '.join(f'--exclude {shell_word(fqn)}' for fqn in fqns[:_SHOWN])}",
     )

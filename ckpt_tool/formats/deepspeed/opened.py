@@ -21,7 +21,7 @@ from ckpt_tool.formats.deepspeed.autoep import apart, packed_experts, paddings_a
 from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, ModelFile, TagFiles
 from ckpt_tool.formats.deepspeed.ranks import tp_world_size_of, world_sizes
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 
 __all__ = [
     "INFO_FILE",
@@ -222,8 +222,7 @@ def open_models(source: Source, files: TagFiles, only: Sequence[ModelFile] | Non
     if not files.models:
         expected = _absent_models(source, files)
         raise NotFound(
-            f"no model states, which name the parameters; missing files: {', '.join(expected[:4])}"
-            + (f" and {len(expected) - 4:,} more" if len(expected) > 4 else ""),
+            f"no model states, which name the parameters; missing files: {some_of(expected, 4)}",
             where=source.listing.url,
             hint="fetch them too: they are small at stage 3 and hold the weights at stages 1 and 2",
             files=tuple(expected),

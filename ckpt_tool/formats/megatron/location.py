@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import some_of
 from ckpt_tool.storage.subfolder import Subfolder, sublisting
 
 __all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
@@ -137,5 +138,4 @@ def _tracked(source: Source, found: Collection[str], complete: list[str]) -> Loc
 
 
 def _listed(folders: list[str]) -> str:
-    more = f" and {len(folders) - _SHOWN:,} more" if len(folders) > _SHOWN else ""
-    return ", ".join(folders[-_SHOWN:]) + more
+    return some_of(folders[-_SHOWN:], _SHOWN, n=len(folders))

@@ -9,7 +9,7 @@ that a shard missing at the end cannot be told from a smaller tensor. Ranks that
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ from ckpt_tool.formats.safetensors.names import SHARD_FILE, plain_paths
 from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["READER", "DcpHfReader"]
@@ -92,7 +92,8 @@ class DcpHfReader(ResolvedReader):
         notes = [*header_notes(paths, headers), *(f.message for f in _number_findings(paths)), *notes]
         if joined:
             notes.append(
-                f"{_listed(joined)}: the same tensors whole, which tell their shapes; left out, as shards are here"
+                f"{some_of(list(joined))}: the same tensors whole, which tell their shapes; left out, as shards "
+                "are here"
             )
         if len(proven) < len(shapes):
             notes.append(
@@ -137,11 +138,6 @@ def _joined(source: Source, fqns: Collection[str]) -> dict[str, Header]:
 def _holds(whole: tuple[int, ...] | None, shape: tuple[int, ...]) -> bool:
     """Whether shards that reach to ``shape`` can be those of a tensor of shape ``whole``."""
     return whole is not None and len(whole) == len(shape) and all(n <= m for n, m in zip(shape, whole, strict=True))
-
-
-def _listed(paths: Iterable[str]) -> str:
-    names = list(paths)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 def _shard_paths(listing: Listing) -> tuple[str, ...]:
