@@ -13,7 +13,16 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES
-from ckpt_tool.api.runs.names import TRACKERS, StepFiles, StepName, group_steps, natural, step_name, target_of
+from ckpt_tool.api.runs.names import (
+    TRACKERS,
+    StepFiles,
+    StepName,
+    files_below,
+    group_steps,
+    natural,
+    tagged,
+    target_of,
+)  # fmt: skip
 from ckpt_tool.api.runs.parts import own_and_below
 from ckpt_tool.api.runs.rules import Judgement, families, judge, tracker_text
 from ckpt_tool.api.trust.verify import verify as verified
@@ -172,7 +181,7 @@ class _Run:
         self._named = {path: text for path, text in found.items() if text is not None}
         self.notes = tuple(f"{path} holds no name of a step and was passed over" for path in found.keys() - self._named)
         self._links = dict(_links(listing, files))
-        files += _tagged(self._named, listing, files)
+        files += tagged(self._named, listing, files)
         if not files:
             files = self._unnamed(listing, may_be_empty=may_be_empty)
         else:
@@ -196,7 +205,7 @@ class _Run:
 
     def _unnamed(self, listing: Listing, *, may_be_empty: bool) -> list[StepFiles]:
         """The run as one checkpoint, or its folders that are one each, where none is called like a step."""
-        whole = _files_below(listing, "")
+        whole = files_below(listing, "")
         found = judge(whole, self._store, self._url)
         folders = [part for part, _ in found.parts if part not in listing.sizes]
         if not folders and may_be_empty:
@@ -206,7 +215,7 @@ class _Run:
             raise NotFound(f"no step of a run among {counted(len(listing.sizes), 'file')}", where=self._url, hint=hint)
         if "" not in folders:
             self.notes += ("no name tells a step: the last written one counts as the newest",)
-            return [_files_below(listing, folder) for folder in folders]
+            return [files_below(listing, folder) for folder in folders]
         whole, below = own_and_below(whole, self._store, self._url)
         others = f"; checkpoints of their own below it: {', '.join(below)}" if below else ""
         self.notes += (f"it is one checkpoint, no run with steps{others}",)
@@ -214,7 +223,7 @@ class _Run:
 
     def _own_files(self, listing: Listing, steps: Sequence[StepFiles]) -> list[StepFiles]:
         """A checkpoint of the run's own files beside its steps, as a trainer leaves when it ends."""
-        taken = {step.path for step in steps if step.is_file}
+        taken = {f"{step.parent}/{name}".lstrip("/") for step in steps if step.is_file for name in step.sizes}
         sizes = {path: n for path, n in listing.sizes.items() if "/" not in path and path not in taken}
         sizes = {path: n for path, n in sizes.items() if path not in self._named}
         times = [listing.modified[path] for path in sizes if path in listing.modified]
@@ -319,32 +328,6 @@ def _links(listing: Listing, files: Sequence[StepFiles]) -> Iterator[tuple[str, 
         is_nothing = target not in steps and not any(known.startswith(f"{target}/") for known in listing.sizes)
         if path.rpartition("/")[0] in parents and (is_here or is_nothing):
             yield path, target
-
-
-def _tagged(named: dict[str, str], listing: Listing, files: Sequence[StepFiles]) -> list[StepFiles]:
-    """Steps whose folders have names of their own, which only a tracker tells."""
-    found: list[StepFiles] = []
-    known = {step.path for step in files}
-    for path, text in named.items():
-        folder = f"{path.rpartition('/')[0]}/{text}".lstrip("/")
-        step = _files_below(listing, folder, step_name(text))
-        if step.sizes and folder not in known:
-            known.add(folder)
-            found.append(step)
-    return found
-
-
-def _files_below(listing: Listing, folder: str, name: StepName | None = None) -> StepFiles:
-    """All files below a folder of the run, or of the run itself, as those of a step."""
-    prefix = f"{folder}/" if folder else ""
-    paths = [path for path in listing.sizes if path.startswith(prefix)]
-    return StepFiles(
-        folder,
-        name or StepName(None, is_temporary=False),
-        is_file=False,
-        sizes={path[len(prefix) :]: listing.sizes[path] for path in paths},
-        modified=max((listing.modified[path] for path in paths if path in listing.modified), default=None),
-    )
 
 
 def _order(step: StepFiles, named: Mapping[str, int]) -> tuple[int, int, float, bool, list[tuple[str, int]]]:

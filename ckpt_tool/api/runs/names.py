@@ -6,23 +6,34 @@ Knows the names that trainers give; reads nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.store import Listing
 
-__all__ = ["TRACKERS", "StepFiles", "StepName", "group_steps", "natural", "step_name", "target_of"]
+__all__ = [
+    "TRACKERS",
+    "StepFiles",
+    "StepName",
+    "files_below",
+    "group_steps",
+    "natural",
+    "step_name",
+    "tagged",
+    "target_of",
+]
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal", "latest.txt", "last_checkpoint")
 """Text files that name the last step: of Megatron and verl (a number), of DeepSpeed (a tag), and of others."""
 
 # A word that stands before the number: torchtitan step-500, Megatron iter_0000500, DeepSpeed and verl global_step500,
-# transformers' Trainer checkpoint-500, accelerate checkpoint_5, Lightning epoch=3-step=500.ckpt, NeMo step=500.
+# transformers' Trainer checkpoint-500, accelerate checkpoint_5, Lightning epoch=3-step=500.ckpt, NeMo step=500,
+# Composer ep3-ba500, fairseq checkpoint_3_500.pt.
 _STEP = re.compile(
-    r"(?:^|[^a-z])(?:global_?steps?|steps?|iter(?:ation)?s?|updates?)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE
+    r"(?:^|[^a-z])(?:global_?steps?|steps?|iter(?:ation)?s?|updates?|ba)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE
 )
-_CHECKPOINT = re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
-_EPOCH = re.compile(r"(?:^|[^a-z])epochs?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt)(?:_\d{1,9}(?=_\d))?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
+_EPOCH = re.compile(r"(?:^|[^a-z])ep(?:ochs?)?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
 _PLAIN = re.compile(r"\d{1,15}")
 _UNNUMBERED = re.compile(
     r"(?:(?:checkpoint|ckpt|global_?step|step|iter|epoch)s?[-_=]?)?(?:release|last|final|best)", re.IGNORECASE
@@ -37,6 +48,11 @@ _FILE = re.compile(r"\.(?:ckpt|pt|pth|safetensors)(?:\.tmp|\.partial|\.incomplet
 _CHECKPOINT_FILES = re.compile(
     r"\.metadata|metadata\.(?:pkl|json)|ckpt_layout\.json|.*\.index\.json|\.?__\d+_\d+\.distcp"
 )
+# Files that are numbered without a word: nanochat's model_000500.pt beside optim_000500_rank0.pt, Detectron2's
+# model_0004999.pth. Shards and ranks are counted from 0 or 1.
+_NUMBERED = re.compile(r"([A-Za-z][A-Za-z_.-]*?[-_.])(\d{5,15})(\.(?:ckpt|pt|pth|safetensors))")
+_LIKE_A_MODEL = re.compile(r"model|net|weights|checkpoint|ckpt", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"\d{1,15}(?=\D*$)")
 _OF_RANK = re.compile(r"(\w+)_(\d+)\.pt")
 _MARKER = re.compile(r"(.+)-unfinished")  # NeMo's, a file beside the checkpoint
 # Files of a rank or a layer have numbers too, and are no steps.
@@ -112,19 +128,20 @@ def group_steps(listing: Listing) -> list[StepFiles]:
     marked: set[str] = set()
     wholes = {path.rpartition("/")[0] for path in listing.sizes if _CHECKPOINT_FILES.fullmatch(path.rpartition("/")[2])}
     of_ranks = _of_ranks(listing.sizes)
+    series = _series(listing.sizes)
     for path, nbytes in listing.sizes.items():
         marker = _MARKER.fullmatch(path)
         if marker is not None and nbytes == 0:
             marked.add(marker[1])
             continue
-        place = _place(path, names)
+        place = _place(path, names) or series.get(path)
         if place is None:
             continue
         folder, name, is_file = place
         if is_file and (folder.rpartition("/")[0] in wholes or folder in of_ranks):
             continue
         step = found.setdefault(folder, StepFiles(folder, name, is_file))
-        step.sizes[path.rpartition("/")[2] if is_file else path[len(folder) + 1 :]] = nbytes
+        step.sizes[path[len(step.parent) + 1 if step.parent else 0 :] if is_file else path[len(folder) + 1 :]] = nbytes
         seconds = listing.modified.get(path)
         if seconds is not None:
             step.modified = seconds if step.modified is None else max(step.modified, seconds)
@@ -149,6 +166,45 @@ def target_of(path: str, text: str, files: Sequence[StepFiles]) -> StepFiles | N
     if text.isdecimal() and len(text) < 16:
         return next((step for step in beside if step.name.step == int(text)), None)
     return None
+
+
+def tagged(named: Mapping[str, str], listing: Listing, files: Sequence[StepFiles]) -> list[StepFiles]:
+    """Steps whose folders or files have names of their own, which only a tracker tells; files with others like them.
+
+    Args:
+        named: by the path of each tracker, what it names.
+        listing: of the run.
+        files: steps that are known by their names.
+    """
+    found: dict[str, StepFiles] = {}
+    for path, text in named.items():
+        parent = path.rpartition("/")[0]
+        place = f"{parent}/{text}".lstrip("/")
+        file = f"{parent}/{text.rpartition('/')[2]}".lstrip("/")
+        if file in listing.sizes:
+            like = _without_number(file)
+            for other in [other for other in listing.sizes if _without_number(other) == like]:
+                number = _LAST_NUMBER.search(other)
+                name = StepName(int(number[0]) if number else None, is_temporary=False)
+                sizes = {other.rpartition("/")[2]: listing.sizes[other]}
+                found[other] = StepFiles(other, name, is_file=True, sizes=sizes, modified=listing.modified.get(other))
+        elif (step := files_below(listing, place, step_name(text))).sizes:
+            found[place] = step
+    known = {step.path for step in files}
+    return [step for path, step in found.items() if path not in known]
+
+
+def files_below(listing: Listing, folder: str, name: StepName | None = None) -> StepFiles:
+    """All files below a folder of the run, or of the run itself, as those of a step."""
+    prefix = f"{folder}/" if folder else ""
+    paths = [path for path in listing.sizes if path.startswith(prefix)]
+    return StepFiles(
+        folder,
+        name or StepName(None, is_temporary=False),
+        is_file=False,
+        sizes={path[len(prefix) :]: listing.sizes[path] for path in paths},
+        modified=max((listing.modified[path] for path in paths if path in listing.modified), default=None),
+    )
 
 
 def natural(name: str) -> list[tuple[str, int]]:
@@ -189,6 +245,43 @@ def _of_ranks(paths: Iterable[str]) -> set[str]:
         for (folder, number), stems in numbered.items()
         if "step" in stems and len(stems) > 1
     }
+
+
+def _series(paths: Iterable[str]) -> dict[str, tuple[str, StepName, bool]]:
+    """Files of steps that are numbered without a word, and what has the same number beside them: as `_place` tells.
+
+    Of several series in a folder that which is called like a model is the steps.
+    """
+    found: dict[str, dict[tuple[str, str], dict[int, str]]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        match = _NUMBERED.fullmatch(name)
+        if match is not None and not _PART.search(name):
+            found.setdefault(folder, {}).setdefault((match[1], match[3]), {})[int(match[2])] = path
+    steps: dict[tuple[str, int], str] = {}
+    for folder, series in found.items():
+        counted_up = {
+            key for key, own in series.items() if sorted(own) in (list(range(len(own))), [*range(1, len(own) + 1)])
+        }
+        likely = [key for key in series if key not in counted_up]
+        likely = [key for key in likely if _LIKE_A_MODEL.search(key[0])] or likely
+        if len(likely) == 1:
+            steps |= {(folder, number): path for number, path in series[likely[0]].items()}
+    folders = {folder for folder, _ in steps}
+    places: dict[str, tuple[str, StepName, bool]] = {}
+    for path in paths if steps else ():
+        folder, _, name = path.rpartition("/")
+        if folder in folders:
+            numbers = (int(digits) for digits in re.findall(r"\d{5,15}", name))
+            step = next((steps[folder, number] for number in numbers if (folder, number) in steps), None)
+            number = _NUMBERED.fullmatch(step.rpartition("/")[2]) if step is not None else None
+            if step is not None and number is not None:
+                places[path] = step, StepName(int(number[2]), is_temporary=False), True
+    return places
+
+
+def _without_number(path: str) -> str:
+    return _LAST_NUMBER.sub("#", path)
 
 
 def _without_doubtful(steps: Iterable[StepFiles]) -> list[StepFiles]:

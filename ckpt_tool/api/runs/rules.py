@@ -100,10 +100,10 @@ def judge(step: StepFiles, store: Store, url: str) -> Judgement:
     if not parts and _is_orbax(step):
         parts, is_committed = [("", "orbax")], True
     elif step.sizes:
-        known = {part for part, _ in parts}
-        if not step.is_file and "" not in known:
+        known = {step.path.rpartition("/")[2]} if step.is_file else {part for part, _ in parts}
+        if "" not in known:
             others = {path: n for path, n in step.sizes.items() if path.partition("/")[0] not in known}
-            problems += cut_files(folder_source(others, store, step.path, url))
+            problems += cut_files(folder_source(others, store, step.parent if step.is_file else step.path, url))
         parts = parts or ([("", name)] if (name := _format_by_names(step)) is not None else [])
         if not parts and not problems:
             problems.append("no checkpoint that is known")

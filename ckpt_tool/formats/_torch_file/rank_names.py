@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.records import dataclass
@@ -22,6 +22,12 @@ _RANK = re.compile(
 )
 # Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
 _OTHER_AXES = re.compile(r"(?<![A-Za-z0-9])(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
+# A step: behind a word, or a number that is no count of models or ranks.
+_SAVE = re.compile(
+    r"(?<![A-Za-z])(?:(?:global_?)?steps?|iter(?:ation)?s?|ba|epochs?|checkpoint|ckpt)[-_=]?(?P<save>\d{1,15})(?!\d)"
+    r"|(?<![A-Za-z0-9])(?P<bare>\d{5,15})(?!\d)",
+    re.IGNORECASE,
+)
 _TEN = 10
 _KINDS = (
     ("optim", re.compile(r"(?:^|[._-])(?:optim|optimizer|opt)(?:[._-]|$)", re.IGNORECASE)),
@@ -95,18 +101,21 @@ def rank_file(path: str) -> RankFile | None:
 
 
 def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
-    """The sets among files of one folder, the largest first; sets differ in the world size that their names state.
+    """The sets among files of one folder, the largest first, then the newest.
 
-    A name that states no world size makes a set only together with others that state none.
+    Sets differ in the world size that their names state, or in a step. A name that states no world size makes a set
+    only together with others that state none.
     """
-    by_world: dict[int | None, list[RankFile]] = {}
-    for path in paths:
-        found = rank_file(path)
-        if found is not None:
-            by_world.setdefault(found.world_size, []).append(found)
+    found = [file for file in map(rank_file, paths) if file is not None]
+    saves = _saves({file.family for file in found})
+    newest = max((save for save in saves.values() if save is not None), default=None)
+    by_world: dict[tuple[int | None, int], list[RankFile]] = {}
+    for file in found:
+        save = saves[file.family]
+        by_world.setdefault((file.world_size, (newest if save is None else save) or 0), []).append(file)
     order = {"model": 0, "optim": 1, "extra_state": 2}
     sets = []
-    for stated, named in by_world.items():
+    for (stated, _), named in sorted(by_world.items(), key=lambda item: -item[0][1]):
         files = _one_each(named)
         one_set = RankFileSet(
             files=tuple(sorted(files, key=lambda file: (order[file.kind], file.family, file.rank))),
@@ -116,6 +125,25 @@ def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
         )
         sets.append(one_set)
     return sorted(sets, key=lambda found: -len(found.files))
+
+
+def _saves(families: Collection[str]) -> dict[str, int | None]:
+    """The step of each family whose name has one where others have another; None where it may be of any.
+
+    >>> found = _saves({"model_step5_rank*.pt", "model_step10_rank*.pt", "optim_000010_rank*.pt", "rng_rank*.pt"})
+    >>> found["model_step5_rank*.pt"], found["model_step10_rank*.pt"], found["rng_rank*.pt"]
+    (5, 10, None)
+    """
+    numbers: dict[str, dict[str, int]] = {}
+    for family in families:
+        match = _SAVE.search(family.rpartition("/")[2])
+        if match is not None:
+            digits = match["save"] or match["bare"]
+            before, after = match.string[: match.end() - len(digits)], match.string[match.end() :]
+            numbers.setdefault(f"{before}#{after}", {})[family] = int(digits)
+    are_steps = any(len(own) > 1 for own in numbers.values())
+    known = {family: n for own in numbers.values() for family, n in own.items()} if are_steps else {}
+    return {family: known.get(family) for family in families}
 
 
 def _one_each(files: Sequence[RankFile]) -> list[RankFile]:
