@@ -49,9 +49,12 @@ class TensorMemory:
         self._bits = view.view(_BY_WIDTH[view.element_size()])
 
     def _await_stream(self) -> None:
-        """Return when this thread's stream has done what it was told."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        """Return when this thread's stream has done what it was told, or the whole device where it has no streams."""
+        module = getattr(torch, self._device.type)
+        if hasattr(module, "current_stream"):
+            module.current_stream(self._device).synchronize()
+        else:
+            module.synchronize()
 
     def put_tensor(self, index: tuple[slice, ...], content: torch.Tensor, sizes: tuple[int, ...]) -> None:
         """Set the elements at ``index``, of ``sizes``, to the bits of ``content``, uint8 on any device.

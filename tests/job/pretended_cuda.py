@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-__all__ = ["OnDevice", "on_device", "pretended_cuda"]
+__all__ = ["OnDevice", "OnOther", "on_device", "pretended_cuda"]
 
 
 class OnDevice(torch.Tensor):  # type: ignore[misc]
@@ -51,7 +51,8 @@ class OnDevice(torch.Tensor):  # type: ignore[misc]
         def spread() -> None:
             self.as_subclass(torch.Tensor).copy_(kept)
 
-        torch.cuda.current_stream(self.device).do(spread, is_late=non_blocking or not self.is_contiguous())
+        stream = getattr(torch, self.device.type).current_stream(self.device)
+        stream.do(spread, is_late=non_blocking or not self.is_contiguous())
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -67,6 +68,20 @@ class OnSecond(OnDevice):
     """A tensor of another device."""
 
     number = 1
+
+
+class OnOther(OnDevice):
+    """A tensor of a device that is none of CUDA's."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """The device it says it is on."""
+        return torch.device("xpu", 0)
 
 
 def on_device(tensor: torch.Tensor, number: int = 0) -> OnDevice:
@@ -252,6 +267,9 @@ def pretended_cuda(*, pin_error: int = 0, locks_pages: bool = True) -> Iterator[
             torch.cuda, Stream=own.own_stream, Event=lambda blocking=False: _Event(told), stream=own.within,
             current_stream=own.current_stream, device=lambda _: nullcontext(), cudart=lambda: runtime,
             current_device=lambda: 0, get_device_capability=lambda _=None: (8, 0),
+        ),
+        patch.multiple(
+            torch.xpu, current_stream=own.current_stream, synchronize=lambda: own.current_stream().synchronize(),
         ),
         patch.multiple(
             torch, _foreach_copy_=own.copy, empty=own.maker(torch.empty), empty_like=own.maker(torch.empty_like),

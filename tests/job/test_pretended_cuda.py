@@ -22,7 +22,7 @@ from ckpt_tool.api.job.saver import Saver
 from ckpt_tool.engine.distributed_group import Group, _device_of
 from ckpt_tool.errors import StorageError
 from tests.job import workers
-from tests.job.pretended_cuda import OnDevice, on_device, pretended_cuda
+from tests.job.pretended_cuda import OnDevice, OnOther, on_device, pretended_cuda
 from tests.job.test_save_alone import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -65,6 +65,24 @@ def test_a_save_from_two_devices(tmp_path: Path, saver: Saver, overlap: bool) ->
         ckpt_tool.load(found, tmp_path / str(number))
         assert all(found[name].eq(number + 1).all() for name in ("first", "second", "gaps"))
         assert [name for name in ("host", "turned", "fp8") if bits(found[name]) != bits(host[name])] == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_save_from_another_kind_of_device(tmp_path: Path, saver: Saver, overlap: bool) -> None:
+    """What training has told it before the call is in the save, whoever copies."""
+    memory = torch.zeros(50)
+    state = {"w": memory.as_subclass(OnOther)}
+    with pretended_cuda():
+        for number in range(3):
+            torch.xpu.current_stream().do(partial(memory.fill_, number + 1))
+            handle = save(saver, state, tmp_path / str(number), overlap_staging=overlap)
+            handle.wait_staged()
+            memory.fill_(-1)
+            handle.wait()
+    for number in range(3):
+        found = torch.zeros(50)
+        ckpt_tool.load({"w": found}, tmp_path / str(number))
+        assert found.eq(number + 1).all()
 
 
 def _copies(told: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -137,14 +155,15 @@ def test_a_load_into_devices(tmp_path: Path, locks_pages: bool) -> None:
 
 @pytest.mark.parametrize("n_workers", [1, 3])
 @pytest.mark.parametrize("is_strided", [True, False])
-def test_a_load_between_what_training_does(tmp_path: Path, n_workers: int, is_strided: bool) -> None:
+@pytest.mark.parametrize("kind", [OnDevice, OnOther])
+def test_a_load_between_what_training_does(tmp_path: Path, n_workers: int, is_strided: bool, kind: type[Any]) -> None:
     """What training had told its stream before comes first, and all elements are there when the call returns."""
     whole = torch.arange(5_000_000.0).reshape(2500, 2000)
     save_file({"w": whole}, tmp_path / "m.safetensors")
     memory = torch.zeros(2000, 2500) if is_strided else torch.zeros(2500, 2000)
-    state = on_device(memory.t() if is_strided else memory)
+    state = (memory.t() if is_strided else memory).as_subclass(kind)
     with pretended_cuda():
-        stream = torch.cuda.current_stream(state.device)
+        stream = getattr(torch, state.device.type).current_stream(state.device)
         stream.do(partial(memory.fill_, -1))
         ckpt_tool.load({"w": state}, tmp_path / "m.safetensors", n_workers=n_workers)
         assert state.cpu().equal(whole)

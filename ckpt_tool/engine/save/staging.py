@@ -129,8 +129,13 @@ class Stager:
 
     def begin(self, views: Sequence[torch.Tensor]) -> None:
         """Note what devices have been told so far; called by the thread that trains, right before ``start``."""
-        devices = {view.device for view in views if view.is_cuda}
-        self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        devices = {view.device for view in views if view.device.type != "cpu"}
+        self._before = {}
+        for device in devices:
+            if device.type == "cuda":
+                self._before[device] = torch.cuda.current_stream(device).record_event()
+            else:  # the copies are told to another thread's stream, and wait for nothing
+                getattr(torch, device.type).synchronize()
 
     def start(self, views: Sequence[torch.Tensor]) -> None:
         """Copy ``views``, one per box of the structure; on CUDA devices the copies are only begun.
