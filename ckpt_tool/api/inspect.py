@@ -141,7 +141,7 @@ class Inspection:
     @cached_property
     def optimizers(self) -> tuple[OptimizerView, ...]:
         """Optimizers in one normal form; hyperparameters are there when objects were asked for."""
-        return optimizer_views(self.manifest)
+        return optimizer_views(self.manifest, with_stateless=True)
 
     @cached_property
     def totals(self) -> tuple[SectionTotal, ...]:

@@ -108,7 +108,8 @@ def optimizer_lines(views: Sequence[OptimizerView], *, width: int, limit: int | 
     lines: list[Line] = []
     for view in views:
         title = view.prefix or "optimizer"
-        lines.append(line(Span(title, "bold"), f"  {counted(len(view.parameters), 'parameter')} with state"))
+        n_with_state = counted(len(view.parameters), "parameter") if view.parameters else "no parameter"
+        lines.append(line(Span(title, "bold"), f"  {n_with_state} with state"))
         for sentence in view.evidence:
             lines += wrap(sentence, width, "  ", "  ")
         for number, group in enumerate(view.named_groups()):
@@ -125,9 +126,9 @@ def optimizer_lines(views: Sequence[OptimizerView], *, width: int, limit: int | 
         shown = folded[:limit]
         table: list[list[Cell]] = [_heads("parameter", "", "state")]
         table += [[name, Span(f"x{n}" if n > 1 else "", "yellow"), Span(states, "cyan")] for name, states, n in shown]
-        lines += flat(fitted(table, "lll", width, indent="  "))
+        lines += flat(fitted(table, "lll", width, indent="  ")) if folded else []
         lines += _rest(len(folded) - len(shown), "line")
-        if view.without_state:
+        if view.without_state and folded:
             names = ", ".join(str(key) for key in view.without_state[:5])
             lines += wrap(
                 f"without state: {counted(len(view.without_state), 'parameter')} ({names})", width, "  ", "  "

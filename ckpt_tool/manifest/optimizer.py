@@ -13,35 +13,21 @@ Looks only at names, shapes and loaded blobs; knows no kind of optimizer and rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.manifest.optimizer_names import ParameterGroup, ParameterKey, names_of
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
-__all__ = ["OptimizerView", "ParameterGroup", "ParameterKey", "match_parameters", "optimizer_views"]
+__all__ = ["OptimizerView", "ParameterGroup", "ParameterKey", "optimizer_views"]
 
-ParameterKey = str | int
-"""How an optimizer calls a parameter: its fqn, or its number in the order in which the optimizer was given them."""
-
-_STATE, _GROUPS, _NAMES = "state", "param_groups", "param_names"
+_STATE, _GROUPS = "state", "param_groups"
 _LISTED = re.compile(r"(\d+)\.params\.(\d+)")
 _SLOTS = frozenset(
     {"param", "fp32_param", "master_param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Parameters that share hyperparameters."""
-
-    params: tuple[ParameterKey, ...]
-    """In saved order; empty for a group without parameters, or when ``params`` is among the unread ones."""
-    hyperparameters: Mapping[str, Any]
-    """Values of loaded blobs, inert."""
-    unread: tuple[str, ...] = ()
-    """Hyperparameters (or ``params``) whose blob is not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,47 +65,17 @@ class OptimizerView:
         return self.names.get(key, key) if isinstance(key, int) else key
 
 
-def match_parameters(
-    model: Sequence[tuple[str, tuple[int, ...]]], numbered: Sequence[tuple[int, tuple[int, ...] | None]]
-) -> dict[int, str] | None:
-    """Names of numbered parameters, found by order and shape; None when there is no reading, or more than one.
-
-    ``model`` is ``(fqn, shape)`` in the model's order and may hold buffers and frozen parameters, which have no number;
-    ``numbered`` is ``(number, shape of its moments)``, None for one without state, which fits any. Numbers follow the
-    order of ``Module.parameters()``, which is that of ``state_dict()``. The match is unique when the leftmost and the
-    rightmost way to pick are the same.
-
-    >>> match_parameters([("a", (2,)), ("running", (5,)), ("b", (3,))], [(0, (2,)), (1, (3,))])
-    {0: 'a', 1: 'b'}
-    >>> match_parameters([("a", (2,)), ("b", (2,))], [(0, (2,))]) is None
-    True
-    """
-    ordered = sorted(numbered, key=lambda entry: entry[0])
-    leftmost = _pick(model, ordered)
-    rightmost = _pick(model[::-1], ordered[::-1])
-    return leftmost if leftmost == rightmost else None
-
-
-def _pick(
-    model: Sequence[tuple[str, tuple[int, ...]]], numbered: Sequence[tuple[int, tuple[int, ...] | None]]
-) -> dict[int, str] | None:
-    picked: dict[int, str] = {}
-    candidates = iter(model)
-    for number, shape in numbered:
-        fqn = next((fqn for fqn, candidate in candidates if shape in (None, candidate)), None)
-        if fqn is None:
-            return None
-        picked[number] = fqn
-    return picked
-
-
-def optimizer_views(manifest: Manifest) -> tuple[OptimizerView, ...]:
+def optimizer_views(manifest: Manifest, *, with_stateless: bool = False) -> tuple[OptimizerView, ...]:
     """Every optimizer in a checkpoint, in order of appearance; none when nothing looks like one.
 
     A name with ``state`` in it counts only when the tensor is in the optimizer section or ``param_groups`` stands
     beside it: a model may have a module called ``state``. Numbers are matched with model parameters by
     ``info["optimizer_parameters"]`` where the reader recorded it, by ``param_names`` of the groups where the optimizer
-    was given names, else by order and shape (`match_parameters`).
+    was given names, else by order and shape (`optimizer_names.match_parameters`).
+
+    Args:
+        manifest: its blobs are loaded as far as groups are to be told.
+        with_stateless: also optimizers of which there are groups alone, as of SGD without momentum, or before a step.
     """
     drafts: dict[KeyPath, _Draft] = {}
     for meta in manifest.tensors:
@@ -130,7 +86,9 @@ def optimizer_views(manifest: Manifest) -> tuple[OptimizerView, ...]:
             seen.add(blob.fqn)
             _collect(drafts, blob.fqn, blob.path or (blob.fqn,), value=blob.value, is_loaded=blob.is_loaded)
     return tuple(
-        draft.finish(manifest) for draft in drafts.values() if draft.state and (draft.groups or draft.is_optimizer)
+        draft.finish(manifest)
+        for draft in drafts.values()
+        if (draft.state and (draft.groups or draft.is_optimizer)) or (with_stateless and draft.has_members)
     )
 
 
@@ -144,8 +102,14 @@ class _Draft:
     state: dict[ParameterKey, dict[str, str]] = field(default_factory=dict)
     groups: dict[ParameterKey, dict[str, tuple[bool, Any]]] = field(default_factory=dict)
 
+    @property
+    def has_members(self) -> bool:
+        """Whether a group says which parameters it has, as those of optimizers do."""
+        return any(isinstance(key, str) or "params" in members for key, members in self.groups.items())
+
     def finish(self, manifest: Manifest) -> OptimizerView:
-        state_keys = list(self.state)
+        listed = [group.params for group in map(_group, self.groups.values())]
+        state_keys = list(self.state) or [key for params in listed for key in params]
         is_numbered = all(isinstance(key, int) for key in state_keys) and bool(state_keys)
         is_flat = bool(self.groups) and all(isinstance(key, str) for key in self.groups)
         if not self.groups and not is_numbered:
@@ -154,18 +118,21 @@ class _Draft:
         groups = (
             _merged_groups(self.groups) if is_flat else tuple(_group(self.groups[g]) for g in _sorted_keys(self.groups))
         )
+        of = counted(len(state_keys), "parameter")
         evidence = [
             {
-                "ids": f"state of {counted(len(state_keys), 'parameter')} is keyed by number",
-                "names": f"state of {counted(len(state_keys), 'parameter')} is keyed by name, groups list names",
-                "flat": f"state of {counted(len(state_keys), 'parameter')} and hyperparameters are keyed by name",
+                "ids": f"state of {of} is keyed by number",
+                "names": f"state of {of} is keyed by name, groups list names",
+                "flat": f"state of {of} and hyperparameters are keyed by name",
             }[spelling]
+            if self.state
+            else f"no state; {'hyperparameters are keyed by name' if is_flat else f'groups list {of}'}"
         ]
         held = {key for key, states in self.state.items() if states}
         members = list(dict.fromkeys([*(key for group in groups for key in group.params), *state_keys]))
         names: dict[int, str] = {}
         if is_numbered:
-            names, why = _names_of(manifest, {key: self.state.get(key, {}) for key in members}, groups)
+            names, why = names_of(manifest, {key: self.state.get(key, {}) for key in members}, groups)
             evidence.append(why)
         return OptimizerView(
             prefix=".".join(str(part) for part in self.prefix),
@@ -298,103 +265,3 @@ def _merged_groups(by_parameter: Mapping[ParameterKey, Mapping[str, tuple[bool, 
         )
         for keys, members in merged.values()
     )
-
-
-def _names_of(
-    manifest: Manifest, state: Mapping[ParameterKey, Mapping[str, str]], groups: Sequence[ParameterGroup]
-) -> tuple[dict[int, str], str]:
-    """Names of numbered parameters, and why (not)."""
-    recorded = manifest.info.get("optimizer_parameters")
-    if isinstance(recorded, Mapping):
-        return {int(key): str(fqn) for key, fqn in recorded.items()}, "names of numbers as the reader matched them"
-    if any(_NAMES in group.unread for group in groups):
-        return {}, f"{_NAMES} of the groups are not read"
-    given = _given_names(groups)
-    if given:
-        found = _in_model([meta.fqn for meta in manifest.tensors if meta.section == "model"], given)
-        if found is None:
-            first = next(iter(given.values()))
-            return {}, f"{_NAMES} of the groups, such as {first!r}, are no tensors of the model, so numbers stay"
-        return found, f"{_NAMES} of the groups give {counted(len(found), 'number')} a name"
-    index = manifest.tensors.index
-    numbered: list[tuple[int, tuple[int, ...] | None]] = []
-    for key, states in state.items():
-        rows = [index[fqn] for name, fqn in states.items() if name != "step" and fqn in index]
-        if isinstance(key, int):
-            numbered.append((key, manifest.tensors.shape_of(rows[0]) if rows else None))
-    model = list(_candidates(manifest))
-    matched = match_parameters(model, numbered)
-    if matched is None:  # parameters without state may be in the way: they fit anything
-        matched = match_parameters(model, [entry for entry in numbered if entry[1] is not None])
-    if matched is None:
-        matched = _match_groups(model, dict(numbered), groups)
-    counts = f"{counted(len(numbered), 'number')} with {counted(len(model), 'model tensor')}"
-    if matched is None:
-        return {}, f"order and shape do not match {counts} in exactly one way, so numbers stay"
-    return (
-        matched,
-        f"order and shape match {counts} in exactly one way, {counted(len(matched), 'number', 'have')} a name",
-    )
-
-
-def _given_names(groups: Sequence[ParameterGroup]) -> dict[int, str]:
-    """Names by number where every group has them: of an optimizer that was given named parameters (torch 2.6)."""
-    given: dict[int, str] = {}
-    for group in groups:
-        names = group.hyperparameters.get(_NAMES)
-        if not isinstance(names, list | tuple) or len(names) != len(group.params):
-            return {}
-        given |= {key: str(name) for key, name in zip(group.params, names, strict=True) if isinstance(key, int)}
-    return given
-
-
-def _in_model(fqns: Sequence[str], given: Mapping[int, str]) -> dict[int, str] | None:
-    """The tensor of each name: all under one key of the checkpoint, without what a wrapper put before all of them.
-
-    >>> _in_model(["model.0.w", "model.1.w"], {0: "module.1.w", 1: "module.0.w"})
-    {0: 'model.1.w', 1: 'model.0.w'}
-    """
-    known = set(fqns)
-    names = {key: name.split(".") for key, name in given.items()}
-    while all(names.values()):
-        parts = next(iter(names.values()))
-        ending = ".".join(parts)
-        befores = [fqn.removesuffix(ending) for fqn in fqns if fqn == ending or fqn.endswith(f".{ending}")]
-        for before in sorted(befores, key=len):
-            found = {key: before + ".".join(name) for key, name in names.items()}
-            if known.issuperset(found.values()):
-                return found
-        if len({name[0] for name in names.values()}) > 1:
-            break
-        names = {key: name[1:] for key, name in names.items()}
-    return None
-
-
-def _match_groups(
-    model: Sequence[tuple[str, tuple[int, ...]]],
-    shapes: Mapping[int, tuple[int, ...] | None],
-    groups: Sequence[ParameterGroup],
-) -> dict[int, str] | None:
-    """Names found group by group: with weight decay apart, numbers follow the model's order only within a group."""
-    matched: dict[int, str] = {}
-    for group in groups:
-        names = match_parameters(model, [(key, shapes[key]) for key in group.params if isinstance(key, int)])
-        if names is None:
-            return None
-        matched.update(names)
-    is_complete = bool(matched) and len(set(matched.values())) == len(matched) == len(shapes)
-    return matched if is_complete else None
-
-
-def _candidates(manifest: Manifest) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Model tensors that may be parameters, in order: no integers, no replicas by assumption, tied ones once."""
-    replicated = frozenset(manifest.info.get("replicated_by_assumption", ()))
-    chunks = manifest.chunks
-    seen: set[tuple[int, int, int]] = set()
-    for row, meta in enumerate(manifest.tensors):
-        if meta.section != "model" or meta.dtype.kind not in ("float", "complex") or meta.fqn in replicated:
-            continue
-        places = {(int(chunks.file[c]), int(chunks.offset[c]), int(chunks.length[c])) for c in chunks.rows_of(row)}
-        if not places or not places <= seen:
-            yield meta.fqn, meta.shape
-        seen |= places

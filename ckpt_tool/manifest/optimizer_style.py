@@ -39,7 +39,7 @@ def restyle_optimizers(manifest: Manifest, blobs: Sequence[Blob], style: str) ->
     """
     if style not in STYLES:
         raise UsageError(f"no optimizer style {style!r}", hint="one of: " + " ".join(STYLES))
-    views = optimizer_views(manifest.replace(blobs=tuple(blobs)))
+    views = optimizer_views(manifest.replace(blobs=tuple(blobs)), with_stateless=True)
     if not views:
         raise UsageError(
             "there is no optimizer to spell otherwise", where=manifest.where, hint="leave --optim-style out"
@@ -84,7 +84,8 @@ _KEYED = {"ids": "number", "names": "name", "flat": "name, each hyperparameter t
 def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[ParameterKey, ParameterKey]:
     """The new key of each parameter of a view, in the order of its groups."""
     unread = sorted({name for group in view.groups for name in group.unread})
-    if unread:
+    # Groups keep their numbers, and tensors their place in a group; by parameter there would have to be more of them.
+    if unread and ("flat" in (spelling, view.spelling) or not _are_tensors(manifest, view)):
         raise UsageError(
             f"hyperparameters of {view.prefix or 'the optimizer'} are tensors or unread ({', '.join(unread)})",
             where=manifest.where,
@@ -109,6 +110,12 @@ def _names(manifest: Manifest, view: OptimizerView, spelling: str) -> dict[Param
             hint="leave --optim-style out",
         )
     return {key: _in_module(manifest, view.names[key]) if isinstance(key, int) else key for key in keys}
+
+
+def _are_tensors(manifest: Manifest, view: OptimizerView) -> bool:
+    """Whether every hyperparameter of a view that is no object is a tensor under the name that its group gives it."""
+    paths = [(*view.path, "param_groups", g, name) for g, group in enumerate(view.groups) for name in group.unread]
+    return all(_joined(path) in manifest.tensors.index for path in paths)
 
 
 def _in_module(manifest: Manifest, fqn: str) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.manifest.model import Blob, KeyPath, Manifest, TensorMeta
-from ckpt_tool.manifest.optimizer import OptimizerView, ParameterGroup, match_parameters, optimizer_views
+from ckpt_tool.manifest.optimizer import OptimizerView, ParameterGroup, optimizer_views
+from ckpt_tool.manifest.optimizer_names import match_parameters
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, TensorTable
 
 MODEL = {"embed.weight": (5, 3), "norm.weight": (3,), "norm.running": (7,), "out.weight": (2, 3)}

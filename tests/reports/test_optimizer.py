@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ def test_r16_refusals(ckpt: Ckpt, spellings: dict[str, Path], tmp_path: Path) ->
     )
     assert refused.status == 2
     assert "3 of 3 parameters are known by their number only" in refused.err
-    none = ckpt("reshard", spellings["names"], tmp_path / "out", "--optim-style", "fqn", "--include", "model.*")
+    torch.save({"model": Model().state_dict()}, tmp_path / "model.pt")
+    none = ckpt("reshard", tmp_path / "model.pt", tmp_path / "out", "--optim-style", "fqn")
     assert (none.status, "there is no optimizer to spell otherwise" in none.err) == (2, True)
     assert not (tmp_path / "out").exists()
 
@@ -261,3 +263,60 @@ def test_r16_on_the_way_to_megatron(ckpt: Ckpt, tmp_path: Path) -> None:
     done = ckpt("reshard", tmp_path / "run.pt", tmp_path / "out", "--to", "megatron", "--config", config)
     assert done.status == 0
     assert "optim: order and shape match 12 numbers with 12 model tensors in exactly one way" in done.text
+
+
+def _trained(make: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]) -> dict[str, Any]:
+    """A training state of two layers after a step of the optimizer that ``make`` makes."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = make(list(model.parameters()))
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("style", "make"),
+    [
+        ("fqn", lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("fqn-flat", lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("fqn-flat", torch.optim.NAdam),
+        ("fqn-flat", torch.optim.ASGD),
+        ("fqn", lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1))),
+    ],
+)
+def test_r16_unusual_optimizers(ckpt: Ckpt, tmp_path: Path, style: str, make: Any) -> None:
+    """R16: no state at all, state that is one number beside moments, a learning rate that is a tensor: nothing is lost.
+
+    The way by name and back by number ends with the state that was saved.
+    """
+    state = _trained(make)
+    torch.save(state, tmp_path / "m.pt")
+    words = ["--default", "replicate", "--optim-style"]
+    assert ckpt("reshard", tmp_path / "m.pt", tmp_path / "named", *words, style).status == 0
+    assert ckpt("reshard", tmp_path / "named", tmp_path / "back.pt", "--to", "torch-save", *words, "ids").status == 0
+    back = torch.load(tmp_path / "back.pt", weights_only=True)["optim"]
+    assert back["param_groups"] == state["optim"]["param_groups"]
+    assert back["state"].keys() == state["optim"]["state"].keys()
+    for number, slots in state["optim"]["state"].items():
+        assert all(torch.equal(back["state"][number][slot], value) for slot, value in slots.items())
+
+
+def test_r16_groups_without_state_are_shown(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: SGD without momentum has groups and no state; with two groups nothing tells which parameter is in which."""
+    torch.save(_trained(lambda p: torch.optim.SGD(p, lr=0.1)), tmp_path / "one.pt")
+    shown = ckpt("inspect", tmp_path / "one.pt", "--optimizer").text
+    assert "optim no parameter with state no state; groups list 4 parameters there are 4 numbers with 4 model" in shown
+    assert "group 0 4 parameters; lr: 0.1" in shown
+    two = _trained(lambda p: torch.optim.SGD([{"params": p[::2], "lr": 0.1}, {"params": p[1::2]}], lr=0.2))
+    torch.save(two, tmp_path / "two.pt")
+    refused = ckpt("reshard", tmp_path / "two.pt", tmp_path / "out", "--default", "replicate", "--optim-style", "fqn")
+    assert (refused.status, "order alone does not say which group a parameter is in" in refused.err) == (2, True)
+
+
+def test_r16_a_tensor_for_each_parameter_is_not_made(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R16: a learning rate that is a tensor would have to be one for each parameter, which is refused by its name."""
+    torch.save(_trained(lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1))), tmp_path / "m.pt")
+    refused = ckpt(
+        "reshard", tmp_path / "m.pt", tmp_path / "out", "--default", "replicate", "--optim-style", "fqn-flat"
+    )
+    assert (refused.status, "hyperparameters of optim are tensors or unread (lr)" in refused.err) == (2, True)
