@@ -174,7 +174,7 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
     def store(self) -> Store:
         """Reads the manifest's files, those inside compressed containers included."""
         if self._store is None:
-            from ckpt_tool.storage.decode import open_files  # who only looks at metadata reads no payload
+            from ckpt_tool.storage.virtual.decode import open_files  # who only looks at metadata reads no payload
 
             self._store = open_files(self.source.store, self.manifest.files, self._memory_budget_bytes // 4)
         return self._store

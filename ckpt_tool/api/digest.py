@@ -18,10 +18,10 @@ from ckpt_tool.manifest.digest_table import DigestRow, DigestTable, FileDigest
 from ckpt_tool.manifest.select import select
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.summing import SummingStore
+from ckpt_tool.storage.virtual.decode import open_files
 
 __all__ = ["DigestTable", "FileSum", "Taken", "digests", "take_digests"]
 

@@ -13,9 +13,9 @@ import numpy as np
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.plan.model import Pieces, Plan
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.local_target import LocalTarget
-from ckpt_tool.storage.take_over import BLOCK_BYTES
+from ckpt_tool.storage.local.store import LocalStore
+from ckpt_tool.storage.local.take_over import BLOCK_BYTES
+from ckpt_tool.storage.local.target import LocalTarget
 
 __all__ = ["Clones", "Runs", "shared_runs"]
 

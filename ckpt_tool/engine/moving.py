@@ -18,8 +18,8 @@ from ckpt_tool.formats.base import LayOut
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.forks import can_fork
-from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.local_target import LocalTarget
+from ckpt_tool.storage.local.store import LocalStore
+from ckpt_tool.storage.local.target import LocalTarget
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
 

@@ -21,8 +21,8 @@ from typing import Any
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.team import MISFIT, Share, misfit_of, refuse_misfit
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage.part_log import PartNotes
-from ckpt_tool.storage.part_target import PartTarget
+from ckpt_tool.storage.parts.log import PartNotes
+from ckpt_tool.storage.parts.target import PartTarget
 
 __all__ = ["RemoteLeader", "RemoteMember"]
 

@@ -27,8 +27,8 @@ from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.formats.base import LayOut
 from ckpt_tool.plan.model import Plan
 from ckpt_tool.sizes import counted, format_bytes
-from ckpt_tool.storage.local import LocalStore
-from ckpt_tool.storage.local_target import LocalTarget
+from ckpt_tool.storage.local.store import LocalStore
+from ckpt_tool.storage.local.target import LocalTarget
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.target import Target
 
@@ -87,7 +87,7 @@ def run_plan(
 def _run_remote(job: Job, share: Share) -> Iterator[Progress | RunReport]:
     """One of several processes that write to a target without seek."""
     from ckpt_tool.engine.remote_team import RemoteLeader, RemoteMember  # local runs do without their 10 ms
-    from ckpt_tool.storage.part_target import PartTarget
+    from ckpt_tool.storage.parts.target import PartTarget
 
     target, plan = job.target, job.plan
     if not isinstance(target, PartTarget):

@@ -19,7 +19,7 @@ from ckpt_tool.plan.model import Plan
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.remote_team import RemoteMember
-    from ckpt_tool.storage.part_target import PartTarget
+    from ckpt_tool.storage.parts.target import PartTarget
 
 __all__ = ["run_remote_share", "run_share", "units_of", "units_of_files"]
 

@@ -22,14 +22,12 @@ from typing import NoReturn
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.file_log import FileLog
-from ckpt_tool.storage.local_target import JOURNAL_NAME
-from ckpt_tool.storage.locked_file import LockedFile, is_held
+from ckpt_tool.storage.local.file_log import FileLog
+from ckpt_tool.storage.local.locked_file import LockedFile, is_held
+from ckpt_tool.storage.unfinished import JOURNAL_NAME, PROCESS_NAME, TOGETHER_NAME
 
 __all__ = ["MISFIT", "Leader", "Member", "Share", "misfit_of", "records_of_processes", "refuse_misfit"]
 
-TOGETHER_NAME = "CKPT_TOGETHER"
-PROCESS_NAME = "CKPT_PROCESS"
 MISFIT = "misfit"
 """What a process says that does not fit the first one, before it ends."""
 _POLL_S = 0.02

@@ -22,7 +22,7 @@ from ckpt_tool.manifest.merge import PartRows, merge_manifests, replace_chunks, 
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.subfolder import Subfolder, places_below, sublisting
+from ckpt_tool.storage.virtual.subfolder import Subfolder, places_below, sublisting
 
 __all__ = ["ACCELERATE", "VESCALE", "Bundle"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from ckpt_tool.errors import NotFound
 from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.registry import iter_readers, readers
+from ckpt_tool.storage.unfinished import MARKER_NAME
 
 __all__ = ["detect"]
-
-_UNFINISHED = "CKPT_UNFINISHED"
 
 
 def detect(source: Source) -> Reader:
@@ -18,7 +17,7 @@ def detect(source: Source) -> Reader:
         NotFound: the source holds no checkpoint; the message says what it is, the hint where one lies.
     """
     url = source.listing.url.rstrip("/")
-    if _UNFINISHED in source.listing and source.listing.entry is None:
+    if MARKER_NAME in source.listing and source.listing.entry is None:
         raise NotFound(
             "an unfinished target of this tool, not a checkpoint",
             where=url,

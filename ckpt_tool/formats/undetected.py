@@ -12,9 +12,9 @@ from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.lacking import empty_metadata, lacking_files
 from ckpt_tool.formats.registry import readers
 from ckpt_tool.sizes import counted, some_of
-from ckpt_tool.storage.above import broken_links, folders_above
-from ckpt_tool.storage.subfolder import Subfolder, sublisting
-from ckpt_tool.storage.tar import TarStore
+from ckpt_tool.storage.local.above import broken_links, folders_above
+from ckpt_tool.storage.virtual.subfolder import Subfolder, sublisting
+from ckpt_tool.storage.virtual.tar import TarStore
 
 __all__ = ["about_undetected"]
 

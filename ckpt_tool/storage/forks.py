@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from ckpt_tool.errors import CkptError, StorageError
-from ckpt_tool.storage.kernel import die_with_parent
+from ckpt_tool.storage.local.kernel import die_with_parent
 
 __all__ = ["can_fork", "forked"]
 

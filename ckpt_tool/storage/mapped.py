@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.errors import CkptError
-from ckpt_tool.storage.beside import Beside
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.summing import SummingStore
+from ckpt_tool.storage.virtual.beside import Beside
 
 __all__ = ["are_local", "mapped"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt_tool.errors import NotFound, UsageError
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of, unfolded
 
@@ -68,7 +68,7 @@ def _inside_archive(path: str) -> Store | None:
     for n in range(1, len(parts)):
         archive, folder = "/".join(parts[:n]), "/".join(parts[n:])
         if parts[n - 1].endswith(_ARCHIVES) and os.path.isfile(archive):
-            from ckpt_tool.storage.subfolder import Subfolder
+            from ckpt_tool.storage.virtual.subfolder import Subfolder
 
             store = open_payload(archive)
             if any(member.startswith(f"{folder}/") for member in store.listing().paths):
@@ -81,7 +81,7 @@ def _looked_into(store: Store, name: str) -> Store:
     """The store itself, or the archive that the file is which was named."""
     if not name.endswith(_ARCHIVES):
         return store
-    from ckpt_tool.storage.tar import open_tar
+    from ckpt_tool.storage.virtual.tar import open_tar
 
     return open_tar(store, store.listing()) or store
 
@@ -98,7 +98,7 @@ def _open_remote(url: str) -> Store:
 
             return open_hdfs(url)
         case _:
-            from ckpt_tool.storage.fsspec_store import open_fsspec
+            from ckpt_tool.storage.remote.store import open_fsspec
 
             return open_fsspec(url)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Receipts", "SharedFile", "SharedTarget"]
+from ckpt_tool.errors import UsageError
+from ckpt_tool.storage.parts.places import part_place
+from ckpt_tool.storage.urls import is_local, scheme_of
+
+__all__ = ["Receipts", "SharedFile", "SharedTarget", "open_shared"]
 
 Receipts = Mapping[str, Any]
 """By path, what ``finish`` of a file has returned."""
@@ -52,3 +56,28 @@ class SharedTarget(Protocol):
     def discard(self) -> None:
         """Remove what was written; what cannot be removed stays a leftover."""
         ...
+
+
+def open_shared(
+    url: str, token: str, commit_path: str = ".metadata", *, overwrite: bool, durable: bool
+) -> SharedTarget:
+    """A target for the save called ``token`` (8 hexadecimal digits), whose last file is ``commit_path``.
+
+    Raises:
+        UsageError: the storage is the memory of one process, or nobody knows it.
+    """
+    if is_local(url):
+        from ckpt_tool.storage.local.shared_folder import SharedFolder
+
+        return SharedFolder(url, token, overwrite=overwrite, durable=durable)
+    if scheme_of(url) == "memory":
+        hint = "save to a path that all ranks see, or to s3:// or hdfs://"
+        raise UsageError("is the memory of one process, which no other one sees", where=url, hint=hint)
+    place = part_place(url, single_file=False, token=token)
+    if place is not None:
+        from ckpt_tool.storage.parts.shared_parts import SharedParts
+
+        return SharedParts(place, token, overwrite=overwrite)
+    from ckpt_tool.storage.remote.shared_remote import SharedRemote  # fsspec costs 80 ms of start-up
+
+    return SharedRemote(url, commit_path)

@@ -55,7 +55,7 @@ def _pieces(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def _remote_head(url: str, length: int) -> bytes | None:
-    from ckpt_tool.storage.part_places import part_place  # local commands do without all of these
+    from ckpt_tool.storage.parts.places import part_place  # local commands do without all of these
 
     place = part_place(url, single_file=True)
     if place is not None:
@@ -63,8 +63,8 @@ def _remote_head(url: str, length: int) -> bytes | None:
             return place.old_head(length)
         finally:
             place.close()
-    from ckpt_tool.storage.remote import open_remote
-    from ckpt_tool.storage.retry import retried, shown
+    from ckpt_tool.storage.remote.file_system import open_remote
+    from ckpt_tool.storage.remote.retry import retried, shown
     from ckpt_tool.storage.traffic import current_traffic
 
     (fs, key), traffic = open_remote(url), current_traffic()
@@ -90,7 +90,7 @@ def put_side_file(url: str, data: bytes, *, mark: bytes | None, what: str) -> No
         UsageError: a file is there that has no such mark, or no file can be there.
         StorageError: the storage refused.
     """
-    from ckpt_tool.storage.part_places import part_place
+    from ckpt_tool.storage.parts.places import part_place
 
     if mark is not None:
         refuse_other(_remote_head(url, HEAD_BYTES) or b"", mark, url, what)
@@ -102,8 +102,8 @@ def put_side_file(url: str, data: bytes, *, mark: bytes | None, what: str) -> No
         finally:
             place.close()
         return
-    from ckpt_tool.storage.remote import open_remote
-    from ckpt_tool.storage.retry import retried, shown
+    from ckpt_tool.storage.remote.file_system import open_remote
+    from ckpt_tool.storage.remote.retry import retried, shown
     from ckpt_tool.storage.traffic import current_traffic
 
     fs, key = open_remote(url)

@@ -9,12 +9,12 @@ import os
 from typing import Protocol
 
 from ckpt_tool.errors import UsageError
-from ckpt_tool.storage.local_target import JOURNAL_NAME, MARKER_NAME, LocalTarget
-from ckpt_tool.storage.part_places import part_place
-from ckpt_tool.storage.parts import Bytes
+from ckpt_tool.storage.local.target import LocalTarget
+from ckpt_tool.storage.parts.place import Bytes
+from ckpt_tool.storage.parts.places import part_place
 from ckpt_tool.storage.urls import is_local, unfolded
 
-__all__ = ["JOURNAL_NAME", "MARKER_NAME", "Bytes", "LocalTarget", "Log", "Target", "open_target"]
+__all__ = ["Bytes", "LocalTarget", "Log", "Target", "open_target"]
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 
@@ -120,12 +120,12 @@ def open_target(
         )
     place = part_place(text, single_file=single_file)
     if place is not None:
-        from ckpt_tool.storage.part_target import PartTarget  # local targets do without its 6 ms
+        from ckpt_tool.storage.parts.target import PartTarget  # local targets do without its 6 ms
 
         return PartTarget(
             place, overwrite=overwrite, resume=resume, single_file=single_file, memory_bytes=memory_bytes, joins=joins
         )
-    from ckpt_tool.storage.stream_target import StreamTarget  # fsspec costs 80 ms of start-up
+    from ckpt_tool.storage.remote.target import StreamTarget  # fsspec costs 80 ms of start-up
 
     if joins:
         hint = "the first process writes there alone with --split 0/1"

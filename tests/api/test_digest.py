@@ -25,7 +25,7 @@ from ckpt_tool.errors import CoverageError, NotFound, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.manifest.finding import Severity
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from tests.reports.made import put
 from tests.storage.recording import RecordingStore
 

@@ -180,7 +180,7 @@ def test_a_failure_leaves_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ckpt_tool.storage.local_target.copy_range", full)
+    monkeypatch.setattr("ckpt_tool.storage.local.target.copy_range", full)
     with pytest.raises(Exception, match="no room"):
         changed(tmp_path / "hf", None, drop=["*.mlp.*"], in_place=True)
     assert contents(tmp_path / "hf") == before

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from ckpt_tool.api.runs.ls import RunListing, ls
 from ckpt_tool.api.runs.names import step_name
 from ckpt_tool.errors import NotFound, UsageError
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from tests.api.runs import ACCELERATE, DEEPSPEED, FIXTURES, HF, TITAN, VERL, copied, titan
 from tests.formats.zoo import CHECKPOINTS
 from tests.reports.made import put

@@ -19,7 +19,7 @@ from ckpt_tool.formats.base import Checksum
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.storage import shares
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.mapped import mapped
 from tests.checks.synthetic import FakeReader, checkpoint_of, chunk, kinds, make, tensor
 

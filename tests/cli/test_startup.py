@@ -35,7 +35,7 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "unneeded"),
     [
-        ("inspect SRC", ["plan.build", "storage.tar", "formats._content", "formats.joint"]),
+        ("inspect SRC", ["plan.build", "storage.virtual.tar", "formats._content", "formats.joint"]),
         ("verify SRC", ["checks.content", "checks.vocabulary", "api.manifest_file", "formats._content"]),
         ("reshard SRC DST --tp 2 --default shard0 --to rank-files", ["formats.undetected", "engine.digest_pass"]),
     ],

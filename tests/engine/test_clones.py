@@ -27,7 +27,7 @@ from ckpt_tool.engine.clones import shared_runs
 from ckpt_tool.formats._safetensors.header import build_header
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
-from ckpt_tool.storage import local_target
+from ckpt_tool.storage.local import target as local_target
 from tests.synthetic import limits, make_source, make_target
 
 BLOCK = 8

@@ -15,7 +15,7 @@ from ckpt_tool.engine import digest_pass
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
 from ckpt_tool.errors import CoverageError, StorageError
 from ckpt_tool.geometry.box import Box
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
 from ckpt_tool.storage.summing import SummingStore

@@ -20,9 +20,9 @@ from ckpt_tool.formats.base import LayOut
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.model import Plan
-from ckpt_tool.storage import retry
 from ckpt_tool.storage.memory import MemoryStore
-from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.parts.place import PartLimits
+from ckpt_tool.storage.remote import retry
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.target import open_target
 from tests.engine.teams import MISFITS, OPTIONS, check_misfit, check_reports, lose, together

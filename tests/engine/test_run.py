@@ -220,7 +220,7 @@ from ckpt_tool.engine.base import EngineOptions, Progress
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.storage.forks import can_fork
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.target import LocalTarget, open_target
 from tests.synthetic import layout_of, limits, make_source, make_target

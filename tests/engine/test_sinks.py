@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_tool.api.convert.reshard import reshard
-from ckpt_tool.storage.local_target import LocalTarget
+from ckpt_tool.storage.local.target import LocalTarget
 
 
 def test_headers_that_follow_each_other_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

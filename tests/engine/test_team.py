@@ -19,7 +19,7 @@ from ckpt_tool.formats.base import LayOut
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.model import Plan
-from ckpt_tool.storage.local_target import LocalTarget
+from ckpt_tool.storage.local.target import LocalTarget
 from ckpt_tool.storage.memory import MemoryStore
 from tests.engine.teams import MISFITS, OPTIONS, check_misfit, check_reports, lose, together
 from tests.synthetic import Synthetic, layout_of, limits, make_source, make_target

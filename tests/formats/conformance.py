@@ -30,10 +30,10 @@ from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable
-from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.virtual.decode import open_files
 from tests.formats.recorded import checksums_of
 from tests.storage.recording import RecordingStore
 

@@ -40,7 +40,7 @@ from ckpt_tool.checks.report import VerifyReport
 from ckpt_tool.cli.app import main
 from ckpt_tool.errors import CkptError, NotFound
 from ckpt_tool.manifest.digest import ContentDigest
-from ckpt_tool.storage.kernel import die_with_parent, exchange, fallocate, start_writeback
+from ckpt_tool.storage.local.kernel import die_with_parent, exchange, fallocate, start_writeback
 from tests.hostile.mutations import mutated, renamed
 from tests.hostile.spread import all_shares
 

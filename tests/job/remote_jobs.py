@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ckpt_tool
 from ckpt_tool.storage.s3.place import S3Place
-from ckpt_tool.storage.shared_folder import open_shared
+from ckpt_tool.storage.shared_target import open_shared
 from tests.job.save_faults import state_of, told, writer_pid
 from tests.job.save_jobs import differences
 from tests.job.save_jobs import state_of as truth_in

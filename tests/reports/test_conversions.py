@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from ckpt_tool.api.checkpoint import open_checkpoint
 from ckpt_tool.api.manifest_file import read_manifest
 from ckpt_tool.cli.app import main
-from ckpt_tool.storage.local_target import LocalTarget
+from ckpt_tool.storage.local.target import LocalTarget
 from tests.reports.conftest import FIXTURES, Ckpt
 from tests.reports.made import as_bytes
 

@@ -26,10 +26,10 @@ from ckpt_tool.api import checkpoint
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.engine import moving
 from ckpt_tool.errors import CkptError, TargetExists
-from ckpt_tool.storage import part_target
 from ckpt_tool.storage.hdfs import place as hdfs_place
 from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
-from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.parts import target as part_target
+from ckpt_tool.storage.parts.place import PartLimits
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.s3.client import S3Client, split_s3_url
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tool.storage.http_client import HttpClient
+from ckpt_tool.storage.remote.http_client import HttpClient
 from ckpt_tool.storage.s3.signing import Credentials, signed_headers
 from tests.storage.s3_server import BUCKET
 

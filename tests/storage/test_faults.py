@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tool.cli.app import main
-from ckpt_tool.storage import retry
-from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.parts.place import PartLimits
+from ckpt_tool.storage.remote import retry
 from ckpt_tool.storage.s3 import place
 from tests.storage.checkpoints import make_dcp, objects_of
 from tests.storage.fault_proxy import FAULTS, Choose, fault_proxy

@@ -13,12 +13,12 @@ import pytest
 
 from ckpt_tool.cli.app import main
 from ckpt_tool.errors import StorageError
-from ckpt_tool.storage import retry
 from ckpt_tool.storage.hdfs import place as hdfs_place
 from ckpt_tool.storage.hdfs.client import HdfsClient
 from ckpt_tool.storage.hdfs.store import HdfsStore
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.parts import Part
+from ckpt_tool.storage.parts.place import Part
+from ckpt_tool.storage.remote import retry
 from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.s3.place import S3Place
 from ckpt_tool.storage.s3.store import S3Store

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from ckpt_tool.storage import shares
-from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.forks import can_fork
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.mapped import are_local, mapped
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.shares import can_share, share_out
 from ckpt_tool.storage.store import Listing
+from ckpt_tool.storage.virtual.beside import Beside
 
 # The process of the tests has threads of numpy's, which hold nothing that is used here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

@@ -14,14 +14,14 @@ import pytest
 
 from ckpt_tool.manifest.model import FileEntry, FileRange
 from ckpt_tool.manifest.tables import FileTable
-from ckpt_tool.storage.decode import open_files
-from ckpt_tool.storage.fsspec_store import FsspecStore
 from ckpt_tool.storage.hdfs.store import HdfsStore
-from ckpt_tool.storage.local import LocalStore
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.remembering import RememberingStore
+from ckpt_tool.storage.remote.store import FsspecStore
 from ckpt_tool.storage.s3.store import S3Store
 from ckpt_tool.storage.store import Listing, Store
+from ckpt_tool.storage.virtual.decode import open_files
 from tests.storage.conformance import FILES, StoreTests
 from tests.storage.hdfs_fake import Cluster, fake_module
 from tests.storage.recording import RecordingStore

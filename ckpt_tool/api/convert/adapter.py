@@ -16,8 +16,8 @@ from ckpt_tool.formats.safetensors.index_file import READER
 from ckpt_tool.layout.names import Spelling, spellings
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.sizes import counted, shell_word
-from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.store import Listing
+from ckpt_tool.storage.virtual.beside import Beside
 
 __all__ = ["with_adapter"]
 

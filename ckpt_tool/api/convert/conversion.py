@@ -29,7 +29,7 @@ from ckpt_tool.sizes import counted
 from ckpt_tool.storage.side_file import put_side_file
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
-from ckpt_tool.storage.zeros import with_zeros
+from ckpt_tool.storage.virtual.zeros import with_zeros
 
 if TYPE_CHECKING:
     from ckpt_tool.layout.origins import Origins  # few conversions have any, and it costs 1 ms of start-up

@@ -29,7 +29,7 @@ from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.storage.apart import check_apart
-from ckpt_tool.storage.take_over import LINKS
+from ckpt_tool.storage.local.take_over import LINKS
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 

@@ -38,9 +38,9 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.plain import from_plain, to_plain
 from ckpt_tool.manifest.tables import FileTable, IntArray
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.open import open_payload
 from ckpt_tool.storage.store import Store
+from ckpt_tool.storage.virtual.decode import open_files
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.distributed_group import Group

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_tool.errors import NotFound, StorageError
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.target import MARKER_NAME
+from ckpt_tool.storage.unfinished import MARKER_NAME
 from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = ["SCHEMA", "Cleaning", "Leftover", "clean"]

@@ -16,12 +16,12 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.part_commit import COMMIT_NAMES, delete_old, is_control
-from ckpt_tool.storage.part_places import part_place
-from ckpt_tool.storage.part_target import is_all_of_target
-from ckpt_tool.storage.parts import PartPlace
+from ckpt_tool.storage.parts.commit import delete_old, is_control
+from ckpt_tool.storage.parts.place import PartPlace
+from ckpt_tool.storage.parts.places import part_place
+from ckpt_tool.storage.parts.target import is_all_of_target
 from ckpt_tool.storage.store import Listing
-from ckpt_tool.storage.target import MARKER_NAME
+from ckpt_tool.storage.unfinished import COMMIT_NAMES, MARKER_NAME
 from ckpt_tool.storage.urls import join_url
 
 __all__ = ["RemoteLeftover", "remote_leftovers"]

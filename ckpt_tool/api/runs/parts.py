@@ -11,8 +11,8 @@ from ckpt_tool.errors import CkptError, StorageError
 from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Reader, Source
 from ckpt_tool.formats.registry import iter_readers
 from ckpt_tool.storage.store import Listing, Store
-from ckpt_tool.storage.subfolder import Subfolder
 from ckpt_tool.storage.urls import join_url
+from ckpt_tool.storage.virtual.subfolder import Subfolder
 
 __all__ = ["folder_source", "own_and_below", "parts_of"]
 

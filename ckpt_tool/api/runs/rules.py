@@ -24,6 +24,7 @@ from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, format_bytes, some_of
 from ckpt_tool.storage.store import Listing, Store
+from ckpt_tool.storage.unfinished import MARKER_NAME
 
 __all__ = ["Judgement", "families", "judge", "tracker_text"]
 
@@ -34,7 +35,7 @@ _EXAMPLES = 3
 _READ_FROM_METADATA = frozenset(
     {"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "megatron-zarr", "orbax", "torchsnapshot"}
 )
-_UNFINISHED = re.compile(r"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/)CKPT_UNFINISHED$")
+_UNFINISHED = re.compile(rf"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/){MARKER_NAME}$")
 
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
 # are there. Layers and experts of DeepSpeed are numbered with gaps.

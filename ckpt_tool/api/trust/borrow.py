@@ -15,10 +15,10 @@ from ckpt_tool.formats._dcp.metadata import METADATA_NAME, load_metadata
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.dcp.borrowed import borrowed_metadata
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.beside import Beside
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Listing
-from ckpt_tool.storage.subfolder import Subfolder, sublisting
+from ckpt_tool.storage.virtual.beside import Beside
+from ckpt_tool.storage.virtual.subfolder import Subfolder, sublisting
 
 __all__ = ["Borrowed", "borrowed"]
 

@@ -21,8 +21,7 @@ from ckpt_tool.engine.save.sums import BoxPlace, are_cheap, places_of
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.joint import RankLayOut
 from ckpt_tool.formats.registry import joint_writer
-from ckpt_tool.storage.shared_folder import open_shared
-from ckpt_tool.storage.shared_target import SharedTarget
+from ckpt_tool.storage.shared_target import SharedTarget, open_shared
 
 __all__ = ["Layouts", "Work"]
 

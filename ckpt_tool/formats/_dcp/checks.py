@@ -20,7 +20,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.sizes import counted, some_of
-from ckpt_tool.storage.decode import decoded_blocks
+from ckpt_tool.storage.virtual.decode import decoded_blocks
 
 __all__ = ["checksums", "file_findings", "item_of"]
 

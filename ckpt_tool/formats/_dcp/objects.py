@@ -15,7 +15,7 @@ from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._zip.directory import Read, read_directory, read_member
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import Blob, Manifest
-from ckpt_tool.storage.decode import decoded_blocks
+from ckpt_tool.storage.virtual.decode import decoded_blocks
 
 __all__ = ["ZSTD_KIND", "load_blobs", "reader_of"]
 

@@ -12,7 +12,7 @@ from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME, foreign_root
 from ckpt_tool.formats.base import Source
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.subfolder import Subfolder, sublisting
+from ckpt_tool.storage.virtual.subfolder import Subfolder, sublisting
 
 __all__ = ["MODULE", "SECTIONS", "TRACKER", "Location", "foreign_step", "locate", "within"]
 

@@ -31,7 +31,7 @@ from ckpt_tool.manifest.subset import only_files
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
 from ckpt_tool.numerals import numeral
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.subfolder import places_below
+from ckpt_tool.storage.virtual.subfolder import places_below
 
 __all__ = ["READER", "ByteCheckpointReader"]
 

@@ -18,7 +18,7 @@ from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.decode import decoded_blocks
+from ckpt_tool.storage.virtual.decode import decoded_blocks
 
 __all__ = ["Located", "located_items", "resolve", "resolve_by_sidecar"]
 

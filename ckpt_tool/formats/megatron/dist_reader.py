@@ -37,7 +37,7 @@ from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.sizes import counted, counted_of
-from ckpt_tool.storage.subfolder import places_below
+from ckpt_tool.storage.virtual.subfolder import places_below
 
 __all__ = ["READER", "MegatronDistReader"]
 

@@ -13,7 +13,7 @@ from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import some_of
-from ckpt_tool.storage.subfolder import Subfolder, sublisting
+from ckpt_tool.storage.virtual.subfolder import Subfolder, sublisting
 
 __all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
 

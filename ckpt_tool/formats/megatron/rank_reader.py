@@ -51,8 +51,8 @@ from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.above import folders_above
-from ckpt_tool.storage.subfolder import places_below
+from ckpt_tool.storage.local.above import folders_above
+from ckpt_tool.storage.virtual.subfolder import places_below
 
 __all__ = ["READER", "MegatronLegacyReader"]
 

@@ -35,7 +35,7 @@ from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTab
 from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
-from ckpt_tool.storage.subfolder import places_below
+from ckpt_tool.storage.virtual.subfolder import places_below
 
 __all__ = ["READER", "MegatronZarrReader"]
 

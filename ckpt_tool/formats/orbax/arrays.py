@@ -49,7 +49,7 @@ class Array:
     inner: tuple[int, ...]
     """Shape of what is coded by itself: a part of ``chunks`` where chunks are shards, else the same."""
     codec: str | None
-    """Of ``inner``: steps of `storage.codecs`, or None where its bytes stand as they are."""
+    """Of ``inner``: steps of `storage.virtual.codecs`, or None where its bytes stand as they are."""
     is_sharded: bool
     tail_nbytes: int
     """Bytes of a checksum behind each coded piece."""

@@ -1,4 +1,4 @@
-"""How the bytes of a zarr chunk are coded, as steps of `storage.codecs`, from what ``.zarray`` or ``zarr.json`` says.
+"""How the bytes of a zarr chunk are coded, as steps of `storage.virtual.codecs`, by ``.zarray`` or ``zarr.json``.
 
 Names and settings: the codecs of zarr 3 (``transpose``, ``bytes``, ``zstd``, ``gzip``, ``blosc``, ``crc32c``), and
 those of numcodecs, which zarr 2 calls by their ``id`` and zarr 3 by ``numcodecs.<id>``. What changes numbers

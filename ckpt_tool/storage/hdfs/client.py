@@ -22,8 +22,8 @@ from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.hdfs.calls import HdfsError, Watch, watched
-from ckpt_tool.storage.http_client import HttpClient, silence_s
-from ckpt_tool.storage.retry import attempt, retried
+from ckpt_tool.storage.remote.http_client import HttpClient, silence_s
+from ckpt_tool.storage.remote.retry import attempt, retried
 from ckpt_tool.storage.traffic import current_traffic
 
 __all__ = ["HdfsClient", "HdfsFile", "split_hdfs_url"]

@@ -21,8 +21,8 @@ from xml.etree import ElementTree as ET
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.http_client import HttpClient, HttpStatusError, Response, ShortAnswerError
-from ckpt_tool.storage.retry import retried
+from ckpt_tool.storage.remote.http_client import HttpClient, HttpStatusError, Response, ShortAnswerError
+from ckpt_tool.storage.remote.retry import retried
 from ckpt_tool.storage.s3.credentials import read_settings
 from ckpt_tool.storage.s3.fast_reads import FastReads, fast_reads, takes_key
 from ckpt_tool.storage.s3.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers

@@ -20,8 +20,8 @@ from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.http_client import HttpClient, Response
-from ckpt_tool.storage.retry import retried
+from ckpt_tool.storage.remote.http_client import HttpClient, Response
+from ckpt_tool.storage.remote.retry import retried
 from ckpt_tool.storage.s3.signing import Credentials
 
 __all__ = ["S3Settings", "SettingsSource", "read_settings"]

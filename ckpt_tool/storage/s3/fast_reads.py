@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from ckpt_tool.storage.http_client import silence_s
+from ckpt_tool.storage.remote.http_client import silence_s
 from ckpt_tool.storage.s3.credentials import S3Settings, SettingsSource
 
 __all__ = ["FastReads", "fast_reads", "takes_key"]

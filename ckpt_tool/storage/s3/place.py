@@ -11,8 +11,8 @@ from contextlib import suppress
 from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
-from ckpt_tool.storage.part_commit import is_control
-from ckpt_tool.storage.parts import Begun, Bytes, Part, PartLimits
+from ckpt_tool.storage.parts.commit import is_control
+from ckpt_tool.storage.parts.place import Begun, Bytes, Part, PartLimits
 from ckpt_tool.storage.s3.client import S3Client, parsed_xml, split_s3_url, xml_text, xml_time
 
 __all__ = ["S3Place"]

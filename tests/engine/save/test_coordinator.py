@@ -10,7 +10,7 @@ from ckpt_tool.engine.save.coordinator import Coordinator
 from ckpt_tool.engine.save.rounds import Report
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.formats.registry import joint_writer
-from ckpt_tool.storage.shared_folder import SharedFolder
+from ckpt_tool.storage.local.shared_folder import SharedFolder
 
 
 @pytest.mark.parametrize(

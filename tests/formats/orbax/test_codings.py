@@ -1,6 +1,6 @@
 """Chunks as numcodecs and zarr's own codecs code them: made here by those codings, and read as arrays.
 
-Blosc's containers are c-blosc's own, see ``tests/storage/test_blosc.py``; TensorStore's are in
+Blosc's containers are c-blosc's own, see ``tests/storage/virtual/test_blosc.py``; TensorStore's are in
 ``tests/consumers/test_orbax.py``.
 """
 
@@ -19,10 +19,10 @@ import pytest
 
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.formats.orbax.reader import READER
-from ckpt_tool.storage.decode import open_files
 from ckpt_tool.storage.memory import MemoryStore
+from ckpt_tool.storage.virtual.decode import open_files
 from tests.formats.conformance import source_of
-from tests.storage.test_blosc import DATA, container, lz4
+from tests.storage.virtual.test_blosc import DATA, container, lz4
 
 ARRAY = np.frombuffer(DATA, "<i4").reshape(20, 30)
 

@@ -10,11 +10,12 @@ import pytest
 
 import ckpt_tool
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
-from ckpt_tool.storage import part_target, retry
 from ckpt_tool.storage.hdfs import client, place
 from ckpt_tool.storage.hdfs.client import HdfsClient
 from ckpt_tool.storage.open import open_store
-from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.parts import target as part_target
+from ckpt_tool.storage.parts.place import PartLimits
+from ckpt_tool.storage.remote import retry
 from ckpt_tool.storage.target import open_target
 from tests.storage import hdfs_fake
 from tests.storage.hdfs_fake import Cluster, Died, fake_module
@@ -178,7 +179,7 @@ def test_cleaned(cluster: Cluster) -> None:
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over"])
 def test_death_at_every_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, *, old: bool) -> None:
     """Wherever a run dies, what has the final name is whole, and going on ends with the same bytes and no leftovers."""
-    monkeypatch.setattr("ckpt_tool.storage.part_uploads.N_UPLOADS", 1)
+    monkeypatch.setattr("ckpt_tool.storage.parts.uploads.N_UPLOADS", 1)
     monkeypatch.setattr(part_target, "N_UPLOADS", 1)
     number = 0
     while True:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
-from ckpt_tool.storage.http_client import HttpClient, Response
 from ckpt_tool.storage.open import open_store
+from ckpt_tool.storage.remote.http_client import HttpClient, Response
 from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.s3.credentials import read_settings
 from ckpt_tool.storage.traffic import counting

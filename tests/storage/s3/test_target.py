@@ -11,8 +11,9 @@ from safetensors.numpy import save
 
 import ckpt_tool
 from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
-from ckpt_tool.storage import part_target, retry
-from ckpt_tool.storage.parts import PartLimits
+from ckpt_tool.storage.parts import target as part_target
+from ckpt_tool.storage.parts.place import PartLimits
+from ckpt_tool.storage.remote import retry
 from ckpt_tool.storage.s3 import place
 from ckpt_tool.storage.s3.client import S3Client
 from ckpt_tool.storage.target import Target, open_target
@@ -207,7 +208,7 @@ def test_out_of_order(bucket: Bucket) -> None:
 
 def test_many_files_under_way(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of more files than memory holds are an error that says so, not a machine that swaps."""
-    monkeypatch.setattr("ckpt_tool.storage.part_uploads._LEAST_MEMORY_BYTES", 30 * PART)
+    monkeypatch.setattr("ckpt_tool.storage.parts.uploads._LEAST_MEMORY_BYTES", 30 * PART)
     target = open_target(URL, **OPTIONS, memory_bytes=1)
     for number in range(50):
         target.create(str(number), 2 * PART)
@@ -250,7 +251,7 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool) -> 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over"])
 def test_death_at_every_request(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, *, old: bool) -> None:
     """Wherever a run dies, nothing looks whole that is not, and going on ends with the same bytes and no leftovers."""
-    monkeypatch.setattr("ckpt_tool.storage.part_uploads.N_UPLOADS", 1)
+    monkeypatch.setattr("ckpt_tool.storage.parts.uploads.N_UPLOADS", 1)
     monkeypatch.setattr(part_target, "N_UPLOADS", 1)
     before = {"run//out/.metadata": b"old", "run//out/a.bin": FILES["a.bin"][::-1], "run//out/z": b"old"} if old else {}
     number, n_resumed = 0, 0

@@ -1,0 +1,1 @@
+"""What fsspec reaches, and what every client of remote storage needs: trying again, connections."""

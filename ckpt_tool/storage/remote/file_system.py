@@ -1,0 +1,78 @@
+"""A remote is a file system that fsspec reaches: how one is opened, and how it spells what it lists.
+
+Knows no paths below a root and no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from ckpt_tool.errors import StorageError, UsageError
+from ckpt_tool.storage.remote.retry import first_line, is_from_storage, shown
+from ckpt_tool.storage.urls import scheme_of
+
+__all__ = ["modified_of", "open_remote"]
+
+_EXTRAS = {"gs": "gs", "gcs": "gs"}
+_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
+
+
+def open_remote(url: str) -> tuple[Any, str]:
+    """The file system of ``url`` and the URL as that file system spells it; no request is made.
+
+    Raises:
+        UsageError: nobody knows the scheme, or its package is not installed; the hint says which to install.
+        StorageError: the client could not be set up.
+    """
+    scheme = scheme_of(url) or ""
+    try:
+        fs, root = url_to_fs(url)
+    except ImportError as error:
+        raise UsageError(
+            f"the client for {scheme}:// is not installed", where=shown(url), hint=_remedy(scheme) or first_line(error)
+        ) from error
+    except ValueError as error:
+        hint = "use a path, or a URL that fsspec knows (s3://, gs://, hdfs://, https:// ...)"
+        raise UsageError(f"{scheme}:// cannot be opened: {error}", where=shown(url), hint=hint) from error
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # HDFS clients: pyarrow's looks for Java only now, the other for name nodes
+        if not is_from_storage(error):
+            raise
+        remedy = _remedy(scheme) if scheme in _EXTRAS else None
+        raise StorageError(
+            f"the client for {scheme}:// does not start: {first_line(error)}", where=shown(url), hint=remedy
+        ) from error
+    return fs, str(root)
+
+
+def modified_of(info: Mapping[str, Any]) -> float | None:
+    """When a listed file was last written, in seconds since 1970; every file system calls it otherwise.
+
+    >>> modified_of({"name": "a", "mtime": 5}), modified_of({"LastModified": "1970-01-01T00:00:07Z"})
+    (5.0, 7.0)
+    """
+    for key in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
+        value = info.get(key)
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+            except ValueError:
+                continue
+        if isinstance(value, datetime):
+            value = (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _remedy(scheme: str) -> str | None:
+    """What to install, where fsspec says it only in general."""
+    if scheme in _EXTRAS:
+        return f'pip install "ckpt-tool[{_EXTRAS[scheme]}]"'
+    return f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else None
