@@ -185,6 +185,10 @@ def measured(way: Callable[[str], Iterator[Moments]], folder: str) -> tuple[floa
 
 def main(folder: str, megabytes: float, n_rounds: int) -> None:
     """Save in turns, and check in the end that torch reads what we wrote."""
+    if importlib.util.find_spec("isal") is None:
+        raise SystemExit(
+            "isal is missing, which this package is installed with: checksums would take five times as long"
+        )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from ckpt_tool.engine import shared_memory
+from ckpt_tool.engine.save.arena import Arena
 from ckpt_tool.engine.shared_memory import Segment, has_ended, host_key
 from ckpt_tool.errors import StorageError
 
@@ -51,3 +55,27 @@ def test_has_ended() -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert has_ended(process.pid)
     assert has_ended(process.pid)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems map page by page")
+def test_memory_is_mapped_when_it_is_made() -> None:
+    """Who fills a segment or an arena for the first time meets no page that is not there."""
+    nbytes = 1024 * mmap.PAGESIZE
+    segment, arena = Segment.create(nbytes), Arena.allocated(nbytes)
+    assert not Segment.create(nbytes).bytes.any()
+    filling = np.full(nbytes, 7, dtype=np.uint8)
+    for memory in (segment.bytes, np.frombuffer(arena.memory, dtype=np.uint8)):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        memory[:] = filling
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 512
+    del memory
+    segment.close()
+    arena.close()
+
+
+def test_a_segment_of_nothing() -> None:
+    """It is there and has no byte."""
+    segment = Segment.holding([])
+    assert len(segment.bytes) == 0
+    assert len(Segment.of_process(os.getpid(), segment.fd, 0).bytes) == 0
+    segment.close()

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from ckpt_tool.engine.shared_memory import allocate, meet_pages
 from ckpt_tool.errors import StorageError
 from ckpt_tool.manifest.tables import IntArray
 from ckpt_tool.records import dataclass
@@ -67,15 +68,15 @@ class Arena:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = _anonymous_file()
         try:
-            os.ftruncate(fd, nbytes)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, nbytes)  # without it, a machine that is full kills the job on first touch
-            return cls(fd, nbytes)
+            allocate(fd, nbytes)
+            made = cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
             message = f"no {format_bytes(nbytes)} of shared memory to stage a save in: {error.strerror or error}"
             hint = "a limit of the container or of /dev/shm; state that is staged twice needs twice its size"
             raise StorageError(message, hint=hint) from error
+        meet_pages(made._map)
+        return made
 
     def close(self) -> None:
         """Give the memory back, as soon as nothing else has it mapped."""
