@@ -16,6 +16,7 @@ _UNITS = {
     "G": 10**9, "GB": 10**9, "GIB": 1 << 30,
     "T": 10**12, "TB": 10**12, "TIB": 1 << 40,
 }  # fmt: skip
+_SIZE_EXAMPLES = "write it as 512MiB, 1GiB, 5GB or a plain number"
 _SINGULAR = {"are": "is", "were": "was", "have": "has", "do": "does"}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -31,24 +32,26 @@ def shell_word(text: str) -> str:
     return quote(text)
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, *, of: str = "") -> int:
     """Number of bytes named by ``text``; decimal units are powers of 1000, ``KiB`` and friends of 1024.
 
     >>> parse_bytes("64MiB"), parse_bytes("5GB"), parse_bytes("100")
     (67108864, 5000000000, 100)
 
+    Args:
+        text: a number, and a unit if it has one.
+        of: the option that has this value, for messages.
+
     Raises:
         UsageError: not a number with a known unit, or not above zero.
     """
-    match = _PATTERN.fullmatch(text)
+    match, place = _PATTERN.fullmatch(text), f"{of}: " if of else ""
     unit = match[2].upper() if match else None
     if match is None or unit not in _UNITS:
-        raise UsageError(f"{text!r} is not a size in bytes", hint="write it as 512MiB, 1GiB, 5GB or a plain number")
+        raise UsageError(f"{place}{text!r} is not a size in bytes", hint=_SIZE_EXAMPLES)
     nbytes = int(float(match[1]) * _UNITS[unit])
     if nbytes <= 0:
-        raise UsageError(
-            f"a size of {text} is not above zero bytes", hint="write it as 512MiB, 1GiB, 5GB or a plain number"
-        )
+        raise UsageError(f"{place}a size of {text} is not above zero bytes", hint=_SIZE_EXAMPLES)
     return nbytes
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, TensorView, open_checkpoint
-from ckpt_tool.errors import StorageError, TargetExists
+from ckpt_tool.errors import TargetExists
 from ckpt_tool.manifest.select import parse_slice
 from ckpt_tool.records import dataclass
+from ckpt_tool.storage.side_file import unwritable
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 
@@ -80,7 +81,7 @@ def save_npy(excerpt: Excerpt, path: str, *, overwrite: bool = False) -> str | N
         TargetExists: the file is there already.
         StorageError: it cannot be written.
     """
-    if is_local(path) and os.path.exists(local_path(path)) and not overwrite:
+    if is_local(path) and os.path.isfile(local_path(path)) and not overwrite:
         raise TargetExists("exists already", where=path, hint="add --overwrite to replace it")
     array, note = excerpt.array, None
     if array.dtype.kind not in _NUMPY_KINDS or array.dtype.type.__module__ != "numpy":
@@ -96,7 +97,7 @@ def save_npy(excerpt: Excerpt, path: str, *, overwrite: bool = False) -> str | N
         with Path(local_path(path)).open("wb") as file:
             np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
     except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", where=path) from error
+        raise unwritable(error, path) from error
     return note
 
 

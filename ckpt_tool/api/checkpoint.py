@@ -107,7 +107,7 @@ class TensorView:
         Raises:
             BadIndex: an index of another kind (lists, truth values, None), or one outside of the tensor.
         """
-        box, rest = slice_box(index if isinstance(index, tuple) else (index,), self.shape)
+        box, rest = slice_box(index if isinstance(index, tuple) else (index,), self.shape, where=self.fqn)
         array = self._checkpoint.read([(self.fqn, box)])[0]
         if any(isinstance(one, slice) and one.step != 1 for one in rest):
             steps = tuple(one if isinstance(one, slice) else slice(None) for one in rest)

@@ -15,7 +15,6 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.megatron_run import run_facts
-from ckpt_tool.errors import StorageError
 from ckpt_tool.geometry.columns import distinct, one_of_each
 from ckpt_tool.manifest.codec import to_json
 from ckpt_tool.manifest.model import Blob, Manifest, MeshInfo
@@ -364,7 +363,7 @@ def save_parquet(found: Inspection, path: str | os.PathLike[str]) -> None:
     """
     from ckpt_tool.api.manifest_file import check_replaceable  # few calls write a file
     from ckpt_tool.manifest.arrow import to_parquet
-    from ckpt_tool.storage.side_file import put_side_file
+    from ckpt_tool.storage.side_file import put_side_file, unwritable
 
     mark, what = b"PAR1", "Parquet file"
     if not is_local(path):
@@ -375,4 +374,4 @@ def save_parquet(found: Inspection, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).write_bytes(to_parquet(found.manifest))
     except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", where=os.fspath(path)) from error
+        raise unwritable(error, path) from error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckpt_tool.errors import FormatError, NotFound, StorageError
+from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.manifest.digest_table import SCHEMA, SUFFIX, DigestTable, parse_table
 from ckpt_tool.sizes import shell_word
-from ckpt_tool.storage.side_file import HEAD_BYTES, put_side_file, read_side_file, refuse_other
+from ckpt_tool.storage.side_file import HEAD_BYTES, put_side_file, read_side_file, refuse_other, unwritable
 from ckpt_tool.storage.urls import is_local, local_path
 
 __all__ = [
@@ -63,7 +63,7 @@ def write_text(text: str, url: str, *, schema: str, what: str) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(target)
     except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
+        raise unwritable(error, url) from error
 
 
 def check_manifest(url: str | os.PathLike[str]) -> None:

@@ -9,6 +9,7 @@ import typer
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Json, Memory, Overwrite, Quiet, Source
 from ckpt_tool.cli.output import output
 from ckpt_tool.cli.text import Cell, Span, fitted, flat, line
+from ckpt_tool.errors import UsageError
 from ckpt_tool.sizes import parse_bytes
 
 EXAMPLES = (
@@ -45,7 +46,9 @@ def cat(
     from ckpt_tool.cli.render_values import array_text
 
     sink = output(json=json, quiet=quiet)
-    excerpt = read_excerpt(source, what, memory_budget_bytes=parse_bytes(memory))
+    if overwrite and out is None:
+        raise UsageError("--overwrite is for --out", hint="add --out FILE.npy, or leave it out")
+    excerpt = read_excerpt(source, what, memory_budget_bytes=parse_bytes(memory, of="--memory"))
     shape = list(excerpt.array.shape)
     shown = "" if shape == list(excerpt.shape) else f"shown {shape}"
     title: list[Cell] = [Span(excerpt.fqn, "bold"), f"{excerpt.dtype} {list(excerpt.shape)}", Span(shown, "dim")]

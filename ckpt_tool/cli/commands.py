@@ -55,7 +55,12 @@ class Command(TyperCommand):
         if numbers and "--" not in args:
             others = [text for at, text in enumerate(args) if at not in numbers]
             args = [*others, "--", *(args[at] for at in numbers)]
-        found: list[str] = super().parse_args(ctx, args)
+        try:
+            found: list[str] = super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:  # an option without its value does not say whose it is
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
         return found
 
 

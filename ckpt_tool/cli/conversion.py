@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
 _RESUME = "the same command with --resume goes on where this one stopped"
 
-__all__ = ["run_conversion"]
+__all__ = ["digest_place", "run_conversion"]
+
+
+def digest_place(digest: bool, write_manifest: str | None) -> str | None:
+    """Where digests go, as ``Running`` has it.
+
+    Raises:
+        UsageError: they are to be written, and not to be taken.
+    """
+    if write_manifest is not None and not digest:
+        raise UsageError("--no-digest takes no digests for --write-manifest", hint="leave one of them out")
+    return write_manifest or ("beside" if digest else None)
 
 
 def _show_plan(sink: Output, conversion: Conversion) -> None:

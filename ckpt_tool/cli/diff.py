@@ -124,7 +124,7 @@ def diff(
             allow_cast=allow_cast,
             quick=quick,
             reasons=not no_reasons,
-            memory_budget_bytes=parse_bytes(memory),
+            memory_budget_bytes=parse_bytes(memory, of="--memory"),
             n_workers=workers,
             progress=moved,
         )

@@ -117,8 +117,8 @@ def export(
     """
     from ckpt_tool.api.arguments import parse_facts
     from ckpt_tool.api.convert.export import prepare_export
-    from ckpt_tool.cli.conversion import run_conversion
-    from ckpt_tool.cli.sharing import prepared
+    from ckpt_tool.cli.conversion import digest_place, run_conversion
+    from ckpt_tool.cli.sharing import prepared, process_count
 
     sink = output(json=json, quiet=quiet)
     options: dict[str, Any] = {
@@ -137,16 +137,16 @@ def export(
         "masters": masters,
         "tied": tied.value,
         "unequal": unequal,
-        "max_shard_nbytes": None if max_shard_size is None else parse_bytes(max_shard_size),
+        "max_shard_nbytes": None if max_shard_size is None else parse_bytes(max_shard_size, of="--max-shard-size"),
         "share_blocks": share_blocks,
-        "memory_budget_bytes": parse_bytes(memory),
+        "memory_budget_bytes": parse_bytes(memory, of="--memory"),
         "n_workers": workers,
         "overwrite": overwrite,
         "resume": resume,
         "durable": not no_fsync,
-        "digest": write_manifest or ("beside" if digest else None),
+        "digest": digest_place(digest, write_manifest),
     }
-    n_processes = 1 if dry_run else processes
+    n_processes = process_count(processes, engine.value, dry_run=dry_run)
     with prepared(
         sink, prepare_export, options, split=split, n_processes=n_processes, engine=engine.value
     ) as conversion:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from ckpt_tool.cli.output import write_lines
 from ckpt_tool.cli.text import Line, Span, line
+from ckpt_tool.cli.usage import said_of_usage
 from ckpt_tool.errors import CkptError
 
 __all__ = ["BROKEN_PIPE", "INTERRUPTED", "failure", "interruptions", "reported"]
@@ -97,9 +98,8 @@ def _usage(error: Exception) -> dict[str, Any] | None:
     if describe is None or not hasattr(error, "exit_code"):
         return None
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "ckpt"
-    message = str(describe()).rstrip(".")
-    return _record("usage-error", message[:1].lower() + message[1:], 2, hint=f"{command} --help")
+    said, hint = said_of_usage(str(describe()), context.command_path if context is not None else "ckpt")
+    return _record("usage-error", said, 2, hint=hint)
 
 
 def _show(record: dict[str, Any], *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,6 +88,21 @@ def inspect(
     sink = output(json=json, quiet=quiet)
     if tree and sort is not None:
         raise UsageError("--sort orders a flat list, --tree keeps the checkpoint's order", hint="leave one out")
+    of_list = {
+        "--by": by is not By.tensor, "--sort": sort is not None, "--flat": tree is False, "--tree": tree,
+        "--depth": depth is not None,
+    }  # fmt: skip
+    if shard_map is not None:
+        selecting = {"--include": include, "--exclude": exclude, "--section": section, "--parquet": parquet}
+        _refuse("--map", {**of_list, **selecting, "--objects": objects, "--optimizer": optimizer}, "draws one tensor")
+    if by is not By.tensor:
+        _refuse(f"--by {by}", {flag: of_list[flag] for flag in of_list if flag != "--by"}, f"lists {by}s, not tensors")
+    if depth is not None:
+        _refuse("--depth", {"--flat": tree is False, "--sort": sort is not None}, "is about the tree")
+    if shards and not (json or parquet is not None or shard_map is not None):
+        raise UsageError(
+            "--shards is for --json, --parquet and --map", hint="add one of them: --map NAME draws one tensor's boxes"
+        )
     shown = None if limit == 0 else _LINES_BY_DEFAULT if limit is None else limit
     with open_checkpoint(source) as checkpoint:
         if shard_map is not None:
@@ -108,6 +124,17 @@ def inspect(
         is_flat = tree is False or sort is not None
         listed = _list(found, by, sort, is_flat=is_flat, width=sink.width, depth=depth, limit=shown)
         _show(sink, found, listed, objects=objects, optimizer=optimizer, limit=shown)
+
+
+def _refuse(flag: str, others: Mapping[str, object], why: str) -> None:
+    """Nothing, where none of the other options is given, which would be of no use beside this one.
+
+    Raises:
+        UsageError: one is.
+    """
+    given = [other for other, value in others.items() if value]
+    if given:
+        raise UsageError(f"{flag} {why}, so {given[0]} has no use here", hint=f"leave out {given[0]}")
 
 
 def _show_map(sink: Output, checkpoint: Checkpoint, fqn: str, *, exact: bool, limit: int | None) -> None:

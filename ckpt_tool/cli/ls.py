@@ -59,7 +59,9 @@ def ls(
 
     sink = output(json=json, quiet=quiet)
     level = None if verify is None else verify.value
-    found = list_steps(run, verify=level, latest=latest, memory_budget_bytes=parse_bytes(memory), n_workers=workers)
+    found = list_steps(
+        run, verify=level, latest=latest, memory_budget_bytes=parse_bytes(memory, of="--memory"), n_workers=workers
+    )
     newest = found.latest
     sink.json(found.to_json() if json else {})
     if latest:

@@ -56,6 +56,7 @@ from ckpt_tool.cli.options import (
     option,
 )
 from ckpt_tool.cli.output import output
+from ckpt_tool.errors import UsageError
 from ckpt_tool.sizes import parse_bytes
 
 EXAMPLES = (
@@ -133,10 +134,16 @@ def reshard(
     """
     from ckpt_tool.api.arguments import parse_arguments, parse_facts
     from ckpt_tool.api.convert.reshard import prepare_reshard
-    from ckpt_tool.cli.conversion import run_conversion
-    from ckpt_tool.cli.sharing import prepared
+    from ckpt_tool.cli.conversion import digest_place, run_conversion
+    from ckpt_tool.cli.sharing import prepared, process_count
 
     sink = output(json=json, quiet=quiet)
+    if rng is not None and not to.startswith("megatron"):
+        raise UsageError(
+            f"--rng is for targets of Megatron, and {to} is none", hint="--rank-state keep or drop says it"
+        )
+    if rng is not None and rank_state is not None:
+        raise UsageError("--rng and --rank-state both say what becomes of random states", hint="leave one out")
     options: dict[str, Any] = {
         "source": source,
         "target": target,
@@ -169,15 +176,15 @@ def reshard(
         "true_vocab": true_vocab,
         "config": config,
         "arguments": parse_arguments(arg or ()),
-        "memory_budget_bytes": parse_bytes(memory),
+        "memory_budget_bytes": parse_bytes(memory, of="--memory"),
         "n_workers": workers,
         "overwrite": overwrite,
         "resume": resume,
         "durable": not no_fsync,
-        "digest": write_manifest or ("beside" if digest else None),
+        "digest": digest_place(digest, write_manifest),
         "sidecar": sidecar,
     }
-    n_processes = 1 if dry_run else processes
+    n_processes = process_count(processes, engine.value, dry_run=dry_run)
     with prepared(
         sink, prepare_reshard, options, split=split, n_processes=n_processes, engine=engine.value
     ) as conversion:

@@ -14,7 +14,18 @@ from ckpt_tool.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tool.api.convert.conversion import Conversion
 
-__all__ = ["prepared"]
+__all__ = ["prepared", "process_count"]
+
+
+def process_count(processes: int, engine: str, *, dry_run: bool) -> int:
+    """How many processes share the work: one where it is only planned.
+
+    Raises:
+        UsageError: an engine is to start processes, and there is one.
+    """
+    if engine == "ray" and processes == 1:
+        raise UsageError("--engine ray starts the --processes, and there is one", hint="add --processes N")
+    return 1 if dry_run else processes
 
 
 @contextmanager

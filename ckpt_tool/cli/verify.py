@@ -136,7 +136,7 @@ def verify(
     options: dict[str, Any] = {
         "level": "quick" if quick else "full" if full else "default", "manifest": manifest,
         "strip_prefixes": strip_prefix or (), "require_all": require_all, "against": against,
-        "memory_budget_bytes": parse_bytes(memory), "n_workers": workers,
+        "memory_budget_bytes": parse_bytes(memory, of="--memory"), "n_workers": workers,
     }  # fmt: skip
     if plan_fetch:
         from ckpt_tool.api.trust.fetch import plan_fetch as plan
@@ -159,8 +159,8 @@ def verify(
 
         with progress_bar(sink, "recording") as moved:
             table = digests(
-                source, wide=wide, files="sha256" if sha256 else "crc32", memory_budget_bytes=parse_bytes(memory),
-                n_workers=workers, progress=moved,
+                source, wide=wide, files="sha256" if sha256 else "crc32",
+                memory_budget_bytes=parse_bytes(memory, of="--memory"), n_workers=workers, progress=moved,
             )  # fmt: skip
         save(table, write_manifest)
         counts = f"{counted(len(table.rows), 'tensor')}, {counted(len(table.files), 'file')}"
@@ -220,8 +220,8 @@ def _salvage(
 
     with progress_bar(sink, "reading") as moved:
         done = salvage(
-            source, target, like=like, overwrite=overwrite, memory_budget_bytes=parse_bytes(memory), n_workers=workers,
-            progress=moved,
+            source, target, like=like, overwrite=overwrite,
+            memory_budget_bytes=parse_bytes(memory, of="--memory"), n_workers=workers, progress=moved,
         )  # fmt: skip
     sink.show(salvage_lines(done, width=sink.width))
     sink.json(done.to_json())

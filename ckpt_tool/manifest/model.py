@@ -190,5 +190,7 @@ class Manifest:
             near = difflib.get_close_matches(fqn, self.tensors.fqns, n=3, cutoff=0.5)
             listed = f'list the names with "ckpt inspect {shell_word(self.where)}"'
             hint = "did you mean " + " or ".join(near) if near else listed
+            if any(blob.fqn == fqn for blob in self.blobs):
+                hint = f'it is an object: "ckpt inspect {shell_word(self.where)} --objects" shows its value'
             raise UnknownTensor(f"no tensor {fqn!r} among {len(self.tensors):,}", where=self.where, hint=hint)
         return row

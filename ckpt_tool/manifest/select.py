@@ -272,7 +272,9 @@ def _parse_number(part: str, text: str) -> int | None:
     return int(part)
 
 
-def slice_box(index: Sequence[Any], shape: tuple[int, ...]) -> tuple[Box, tuple[slice | int, ...]]:
+def slice_box(
+    index: Sequence[Any], shape: tuple[int, ...], *, where: str | None = None
+) -> tuple[Box, tuple[slice | int, ...]]:
     """``(box, rest)``: the smallest region that has all of ``index``, and what is left to take of it.
 
     ``array[index] == array[box.slices][rest]`` for every array of ``shape``.
@@ -281,6 +283,11 @@ def slice_box(index: Sequence[Any], shape: tuple[int, ...]) -> tuple[Box, tuple[
     >>> str(box), rest
     ('[1:6, 4:5]', (slice(None, None, 2), 0))
 
+    Args:
+        index: places of it, in the order of dimensions.
+        shape: of the tensor.
+        where: the tensor, for messages.
+
     Raises:
         BadIndex: not whole numbers, slices and one ``...`` alone, more of them than dimensions, or a number outside of
             its dimension.
@@ -288,19 +295,20 @@ def slice_box(index: Sequence[Any], shape: tuple[int, ...]) -> tuple[Box, tuple[
     at = [place for place, item in enumerate(index) if item is Ellipsis]
     places = len(index) - len(at)
     if len(at) > 1:
-        raise BadIndex("an index has one ... at most", hint=_SLICE_EXAMPLE)
+        raise BadIndex("an index has one ... at most", where=where, hint=_SLICE_EXAMPLE)
     if places > len(shape):
         raise BadIndex(
-            f"{places} places in the slice, the tensor has {counted(len(shape), 'dimension')}: {list(shape)}"
+            f"{counted(places, 'place')} in the slice, expected at most {len(shape)}, the dimensions of {list(shape)}",
+            where=where,
         )
     fill = (slice(None),) * (len(shape) - places)
     first = at[0] if at else len(index)
     full = (*index[:first], *fill, *index[first + 1 :])
-    taken = [_taken(item, size, dim) for dim, (item, size) in enumerate(zip(full, shape, strict=True))]
+    taken = [_taken(item, size, dim, where) for dim, (item, size) in enumerate(zip(full, shape, strict=True))]
     return Box(tuple(one[0] for one in taken), tuple(one[1] for one in taken)), tuple(one[2] for one in taken)
 
 
-def _taken(item: Any, size: int, dim: int) -> tuple[int, int, slice | int]:
+def _taken(item: Any, size: int, dim: int, where: str | None) -> tuple[int, int, slice | int]:
     """Offset and size of what one place of an index takes of a dimension, and the index inside of that."""
     try:
         if isinstance(item, slice):
@@ -312,8 +320,11 @@ def _taken(item: Any, size: int, dim: int) -> tuple[int, int, slice | int]:
         number = operator.index(whole)
     except (TypeError, ValueError):  # a step of 0 is a ValueError
         raise BadIndex(
-            f"an index has whole numbers, slices and ... alone, got {item!r}", hint="index the array of .numpy()"
+            f"an index has whole numbers, slices and ... alone, got {item!r}",
+            where=where,
+            hint="index the array of .numpy()",
         ) from None
     if not -size <= number < size:
-        raise BadIndex(f"{number} is outside of dimension {dim}, which has {counted(size, 'element')}")
+        said = f"{number} is outside of dimension {dim}, which has {counted(size, 'element')}"
+        raise BadIndex(said, where=where)
     return number % size, 1, 0

@@ -5,13 +5,15 @@ What is replaced must be of its own kind: a checkpoint that was named by mistake
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
+from ckpt_tool.sizes import shell_word
 from ckpt_tool.storage.urls import is_local, local_path
 
-__all__ = ["HEAD_BYTES", "put_side_file", "read_side_file", "refuse_other"]
+__all__ = ["HEAD_BYTES", "put_side_file", "read_side_file", "refuse_other", "unwritable"]
 
 HEAD_BYTES = 4096
 """Of a file that is there, its mark lies within these."""
@@ -27,6 +29,21 @@ def refuse_other(head: bytes, mark: bytes, where: str, what: str) -> None:
     if head and mark not in head:
         said = f"{where} is here and is no {what}: it is not overwritten"
         raise UsageError(said, hint="name another file, or remove it")
+
+
+def unwritable(error: OSError, url: str | os.PathLike[str]) -> StorageError:
+    """Why a local file cannot be written, and what to do where that is its folder."""
+    text = os.fspath(url)
+    path = local_path(url)
+    home, folder = os.path.expanduser(path), os.path.dirname(path)
+    hint = None
+    if home != path:
+        hint = f"only shells know ~: {home}"
+    elif isinstance(error, FileNotFoundError) and folder and not os.path.isdir(folder):
+        hint = f"make its folder: mkdir -p {shell_word(folder)}"
+    elif isinstance(error, IsADirectoryError):
+        hint = "give the name of a file in it"
+    return StorageError(f"cannot be written: {error.strerror or error}", where=text, hint=hint)
 
 
 def read_side_file(url: str, length: int) -> bytes | None:

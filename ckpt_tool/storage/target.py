@@ -108,12 +108,14 @@ def open_target(
 
     Raises:
         TargetExists: something is there, and nothing was said about it.
-        UsageError: arguments that do not go together, a URL with one slash, or a folder that must not be replaced.
+        UsageError: arguments that do not go together, a URL with one slash, a ``~`` that no shell has replaced, or a
+            folder that must not be replaced.
     """
     text = os.fspath(url)
-    folded = unfolded(text)
-    if folded is not None and not os.path.isdir(text.partition("/")[0]):
-        raise UsageError("a URL has two slashes", where=text, hint=f"write {folded}, or ./{text} for a folder")
+    folded, home = unfolded(text), os.path.expanduser(text)
+    if (folded is not None or home != text) and not os.path.isdir(text.partition("/")[0]):
+        said, meant = ("a URL has two slashes", folded) if folded is not None else ("only shells know ~", home)
+        raise UsageError(said, where=text, hint=f"write {meant}, or ./{text} for a folder")
     if is_local(text):
         return LocalTarget(
             text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file, joins=joins

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,26 @@ def test_what_is_not_there(what: str, kind: type[Exception]) -> None:
     """An unknown name and a slice that does not fit are told apart."""
     with pytest.raises(kind):
         cat(FSDP / "ckpt", what)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("model.odd2[9]", "model.odd2: 9 is outside of dimension 0, which has 2 elements"),
+        ("model.odd2[0, 0]", "model.odd2: 2 places in the slice, expected at most 1, the dimensions of [2]"),
+    ],
+)
+def test_a_slice_that_does_not_fit_names_its_tensor(what: str, said: str) -> None:
+    """The tensor is the place of the error."""
+    with pytest.raises(UsageError, match=re.escape(said)):
+        cat(FSDP / "ckpt", what)
+
+
+def test_an_object_is_no_tensor() -> None:
+    """Who asks for an object is told that it is one, and how it is shown."""
+    with pytest.raises(NotFound, match="no tensor") as caught:
+        cat(FSDP / "ckpt", "optim.param_groups.0.lr")
+    assert caught.value.hint == f'it is an object: "ckpt inspect {FSDP / "ckpt"} --objects" shows its value'
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])

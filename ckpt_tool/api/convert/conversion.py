@@ -26,7 +26,7 @@ from ckpt_tool.plan.build import make_plan
 from ckpt_tool.plan.model import Cast, Plan
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.side_file import put_side_file
+from ckpt_tool.storage.side_file import put_side_file, unwritable
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
 from ckpt_tool.storage.virtual.zeros import with_zeros
@@ -167,7 +167,7 @@ class Conversion:
             with open(local_path(url), "w", encoding="utf-8") as file:
                 file.writelines(self.plan_json())
         except OSError as error:
-            raise StorageError(f"cannot be written: {error.strerror}", where=url) from error
+            raise unwritable(error, url) from error
 
     def run(self, progress: Callable[[Progress], None] | None = None) -> ConversionResult:
         """Write the target and give it its name.

@@ -24,9 +24,9 @@ from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors
 from ckpt_tool.api.convert.stored_boxes import Storing, boxes_by_rules
 from ckpt_tool.api.convert.taken import Taken
+from ckpt_tool.api.convert.target_options import check_target_options
 from ckpt_tool.api.convert.values import as_values
 from ckpt_tool.engine.base import Progress
-from ckpt_tool.errors import UsageError
 from ckpt_tool.formats.base import (
     ArrangingWriter,
     CuttingWriter,
@@ -40,7 +40,6 @@ from ckpt_tool.layout.mesh import Mesh
 from ckpt_tool.layout.stages import StageOptions
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.tables import TensorTable
-from ckpt_tool.sizes import counted
 from ckpt_tool.storage.apart import check_apart
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare_reshard", "reshard"]
 
-_WHOLE_FORMATS = frozenset({"safetensors", "torch-save", "npz", "lightning", "gguf", "nanotron"})
 _WEIGHTS_ALONE = frozenset({"consolidated", "nanotron"})
 
 
@@ -147,7 +145,14 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     )  # fmt: skip
     writer = writer_named(to)
     target_mesh, expert_grid = mesh_of(mesh, writer.name, tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
-    _check_fits(to, writer, target_mesh, names=names, rank_state=rank_state, zero_stage=zero_stage)
+    check_target_options(
+        to, writer, target_mesh, names=names, rank_state=rank_state,
+        given={
+            "zero_stage": zero_stage, "config": config, "arguments": arguments, "mcore_version": mcore_version,
+            "sidecar": sidecar, "vpp": vpp if vpp > 1 else None, "first_stage_layers": first_stage_layers,
+            "last_stage_layers": last_stage_layers,
+        },
+    )  # fmt: skip
     wanted_names = names_options(family, naming, facts, true_vocab)
     check_asked(wanted_names, is_asked=names == "hf")
     check_files(rules=rules, config=config)
@@ -254,28 +259,6 @@ def reshard(
 def _run(conversion: Conversion, progress: Callable[[Progress], None] | None) -> ConversionResult:
     with conversion.checkpoint:
         return conversion.run(progress)
-
-
-def _check_fits(
-    to: str, writer: Writer, mesh: Mesh, *, names: str, rank_state: str | None, zero_stage: int | None
-) -> None:
-    """Nothing, when the format has what the options ask for.
-
-    Raises:
-        UsageError: it has not.
-    """
-    if to in _WHOLE_FORMATS and mesh.world_size > 1:
-        raise UsageError(
-            f"{to} holds whole tensors, not the {counted(mesh.world_size, 'rank')} of {mesh}",
-            hint="use --to dcp or --to rank-files, or ckpt export for whole tensors",
-        )
-    has_own_names = isinstance(writer, PlacingWriter | ArrangingWriter)
-    if has_own_names and names != "source" and not (names == "hf" and isinstance(writer, ArrangingWriter)):
-        raise UsageError(f"{to} has names of its own", hint="leave out --names")
-    if rank_state == "emit" and not writer.name.startswith("megatron"):
-        raise UsageError("random states are made for targets of Megatron alone", hint="leave out --rng emit")
-    if zero_stage is not None and writer.name != "deepspeed":
-        raise UsageError(f"{to} has no stages of ZeRO", hint="leave out --zero-stage, or write --to deepspeed")
 
 
 def _taken(

@@ -15,6 +15,7 @@ import pytest
 from ckpt_tool.errors import FormatError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.local import locked_file, renaming
 from ckpt_tool.storage.local.target import LocalTarget
+from ckpt_tool.storage.side_file import unwritable
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.unfinished import JOURNAL_NAME, MARKER_NAME
 
@@ -272,3 +273,40 @@ def test_open_target(tmp_path: Path) -> None:
     assert not target.is_sequential
     target.abandon(discard=True)
     assert os.listdir(tmp_path / "new/deep") == []
+
+
+def test_a_home_that_no_shell_has_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` is refused, where it would become a folder of that name; a folder that is called so is one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    options = {"overwrite": False, "resume": False, "durable": False, "single_file": False}
+    with pytest.raises(UsageError, match="only shells know ~") as caught:
+        open_target("~/run", **options)
+    assert caught.value.hint == "write /home/somebody/run, or ./~/run for a folder"
+    assert list(tmp_path.iterdir()) == []
+    for name in ("./~/run", "~run", "a~b"):
+        open_target(name, **options).abandon(discard=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("~/a.json", "only shells know ~: /home/somebody/a.json"),
+        ("no folder/a.json", "make its folder: mkdir -p 'no folder'"),
+        ("there", "give the name of a file in it"),
+        ("there/file/a.json", None),
+    ],
+)
+def test_a_small_file_that_cannot_be_written(
+    name: str, hint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its folder is the reason, the hint says what to do about it."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    with pytest.raises(OSError, match=name) as caught:
+        Path(name).write_bytes(b"")
+    error = unwritable(caught.value, name)
+    assert (error.where, error.hint) == (name, hint)
+    assert error.message.startswith("cannot be written: ")
