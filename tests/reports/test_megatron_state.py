@@ -158,6 +158,30 @@ def test_r56_an_unknown_name_asks_for_a_rule(ckpt: Ckpt, tmp_path: Path) -> None
     assert contents(tmp_path / "out")["model.decoder.layers.mlp.adapter.weight"].shape == (2, 3, 4)
 
 
+def test_r59_unequal_parts_by_a_rule_of_ones_own(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R59: parts of 4, 2 and 6 rows, of which each of 2 ranks has a half, are put together part by part."""
+    whole = torch.arange(24.0).reshape(12, 2)
+    a, b, c = whole.split([4, 2, 6])
+    files = {}
+    for rank, (path, data) in enumerate(legacy_files(Run(tp=2), with_optimizer=False).items()):
+        root = torch.load(io.BytesIO(data), weights_only=False)
+        own = torch.cat([part.chunk(2)[rank] for part in (a, b, c)])
+        root["model"] |= {f"decoder.layers.{n}.self_attention.fused_proj.weight": own + 100 * n for n in (0, 1)}
+        files[path] = saved(root)
+    source = stored(tmp_path / "in", files)
+    refused = ckpt("inspect", source)
+    assert (refused.status, "fused with parts = [4, 2, 6]" in refused.err) == (3, True)
+    rule = '[[rule]]\nnames = ["self_attention.fused_proj.weight"]\ncut = "fused"\nparts = '
+    (source / "ckpt-megatron.toml").write_text(f"{rule}[5, 7]")
+    refused = ckpt("inspect", source)
+    assert (refused.status, "fused_proj.weight: 6 rows are no parts of 5 : 7" in refused.err) == (3, True)
+    (source / "ckpt-megatron.toml").write_text(f"{rule}[4, 2, 6]")
+    assert ckpt("reshard", source, tmp_path / "out", "--to", "megatron", "--no-fsync").status == 0
+    with open_checkpoint(tmp_path / "out") as found:
+        fused = found["model.decoder.layers.self_attention.fused_proj.weight"].torch()
+    assert torch.equal(fused, torch.stack([whole, whole + 100]))
+
+
 def test_r62_stages_and_chunks_have_every_layer_once(ckpt: Ckpt, tmp_path: Path) -> None:
     """R62: 5 layers on 2 stages of 2 chunks: who has which is shown; layers that are missing are an error."""
     run = Run(layers=(((0, 1), (3,)), ((2,), (4,))))

@@ -2,16 +2,20 @@
 
 Per-rank files record no cut: what no rule knows is an error that asks for one. Rules that lie beside the checkpoint, in
 ``ckpt-megatron.toml`` of the same form as ``parallel.toml``, come before the built-in ones.
+
+A fused weight consists of parts, each of which is cut by itself: their rows are given as numbers (or proportions), or
+by other tensors of the layer, as ``mixer.out_proj.weight[1]``; what is called ``rest`` shares what is left evenly.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
@@ -25,22 +29,44 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["CUTS", "OWN_RULES", "ParallelRules", "built_in_rules", "placed_views", "view"]
+__all__ = [
+    "CUTS", "OWN_RULES", "Cut", "ParallelRules", "built_in_rules", "part_rows", "placed_parts", "placed_views", "view",
+]  # fmt: skip
 
 OWN_RULES = "ckpt-megatron.toml"
-CUTS = ("column", "row", "gated", "whole", "buffer")
+CUTS = ("column", "row", "gated", "fused", "whole", "buffer")
+_REST = "rest"
+_MAX_ROWS = 1 << 48
+_SIZE_OF = re.compile(r"(?P<name>[^\[\]]+)\[(?P<dim>[0-9])\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a weight is spread over tensor-parallel ranks."""
+
+    kind: str
+    """One of `CUTS`."""
+    parts: tuple[int | str, ...] = ()
+    """Of a fused weight: rows of each part or their proportions, or where each number of rows stands."""
+    keys: tuple[str, ...] = ()
+    """What distributed checkpoints put behind the weight's key for each part; none where they have it in one."""
 
 
 @dataclass(frozen=True)
 class ParallelRules:
     """Rules in order, and the names of mcore's own modules."""
 
-    rules: tuple[tuple[re.Pattern[str], str], ...]
+    rules: tuple[tuple[re.Pattern[str], Cut], ...]
     local_names: Mapping[str, str]
     before: re.Pattern[str] | None = None
     """What stands in front of names of layers outside the decoder."""
 
     def cut(self, name: str) -> str | None:
+        """The kind of cut of the weight called ``name``, None when no rule fits."""
+        found = self.rule(name)
+        return None if found is None else found.kind
+
+    def rule(self, name: str) -> Cut | None:
         """How the weight called ``name`` is cut, None when no rule fits."""
         front = None if self.before is None else self.before.match(name)
         name = name if front is None else name[front.end() :]
@@ -67,13 +93,75 @@ def _parsed(text: str, where: str) -> ParallelRules:
         document = tomllib.loads(text)
         rules = []
         for rule in document.get("rule", ()):
-            if rule["cut"] not in CUTS:
-                raise FormatError(f"cut {rule['cut']!r}, expected one of {', '.join(CUTS)}", where=where)
-            rules += [(re.compile(name), str(rule["cut"])) for name in rule["names"]]
+            if not isinstance(rule["names"], list):
+                raise FormatError(f"names = {rule['names']!r}, expected a list: names = [...]", where=where)
+            cut = _cut_of(rule, where)
+            rules += [(re.compile(name), cut) for name in rule["names"]]
         before = re.compile(document["before"]) if "before" in document else None
         return ParallelRules(tuple(rules), dict(document.get("local_names", {})), before)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, re.error) as error:
         raise FormatError(f"no file of parallel rules: {error}", where=where) from error
+
+
+def _cut_of(rule: Mapping[str, Any], where: str) -> Cut:
+    """The cut that an entry of a file describes.
+
+    Raises:
+        FormatError: it describes none.
+    """
+    kind, parts, keys = rule["cut"], rule.get("parts", []), rule.get("keys", [])
+    if kind not in CUTS:
+        raise FormatError(f"cut {kind!r}, expected one of {', '.join(CUTS)}", where=where)
+    if not isinstance(parts, list) or (kind == "fused") != bool(parts):
+        wanted = "parts = [4, 2, 6]" if kind == "fused" else 'parts for cut = "fused" alone'
+        raise FormatError(f"cut = {kind!r} with parts = {parts!r}, expected {wanted}", where=where)
+    are_numbers = all(type(part) is int and 0 < part < _MAX_ROWS for part in parts)
+    are_named = all(isinstance(part, str) and (part == _REST or _SIZE_OF.fullmatch(part)) for part in parts)
+    if not (are_numbers or are_named):
+        raise FormatError(
+            f"parts = {parts!r}, expected positive numbers, or names with a dimension and {_REST!r}: "
+            '["mixer.out_proj.weight[1]", "rest"]',
+            where=where,
+        )
+    if not isinstance(keys, list) or len(keys) not in (0, len(parts)) or not all(isinstance(k, str) for k in keys):
+        raise FormatError(f"keys = {keys!r}, expected a name for each of {counted(len(parts), 'part')}", where=where)
+    return Cut(kind, tuple(parts), tuple(keys))
+
+
+def part_rows(parts: Sequence[int | str], n_rows: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """How many of ``n_rows`` rows each part of a fused weight has on one rank.
+
+    Args:
+        parts: see `Cut`.
+        n_rows: of the rank.
+        shapes: of the other tensors of the layer, as the rank has them.
+
+    Raises:
+        LayoutError: the rows do not consist of such parts.
+
+    >>> part_rows((4, 2, 6), 6, {}), part_rows(("w[1]", "rest", "rest"), 10, {"w": (3, 4)})
+    ((2, 1, 3), (4, 3, 3))
+    """
+    numbers = [part for part in parts if isinstance(part, int)]
+    if numbers:
+        rows = [n_rows * number // sum(numbers) for number in numbers]
+        if sum(rows) == n_rows and all(n_rows * number % sum(numbers) == 0 for number in numbers):
+            return tuple(rows)
+        raise LayoutError(f"{counted(n_rows, 'row')} are no parts of {' : '.join(map(str, numbers))}")
+    known: list[int | None] = []
+    for part in parts:
+        match = _SIZE_OF.fullmatch(str(part))
+        shape = () if match is None else shapes.get(match["name"], ())
+        if match is not None and int(match["dim"]) >= len(shape):
+            raise LayoutError(f"rows of a part are those of {part}, and the layer has no such tensor")
+        known.append(None if match is None else shape[int(match["dim"])])
+    n_rest = known.count(None)
+    left = n_rows - sum(rows for rows in known if rows is not None)
+    each, odd = divmod(left, n_rest) if n_rest else (0, left)
+    if odd or left < 0:
+        sizes = [_REST if rows is None else f"{part} = {rows:,}" for part, rows in zip(parts, known, strict=True)]
+        raise LayoutError(f"{counted(n_rows, 'row')} do not consist of {', '.join(sizes)}")
+    return tuple(each if rows is None else rows for rows in known)
 
 
 def view(tensor: TensorRef, start: int, shape: tuple[int, ...]) -> TensorRef:
@@ -91,16 +179,17 @@ def view(tensor: TensorRef, start: int, shape: tuple[int, ...]) -> TensorRef:
 
 
 def placed_views(
-    tensor: TensorRef, cut: str, lead: tuple[int, ...], rank: int, n_ranks: int
+    tensor: TensorRef, cut: str, lead: tuple[int, ...], rank: int, n_ranks: int, rows: Sequence[int] = ()
 ) -> list[tuple[Box, TensorRef]]:
     """The boxes of the global weight that one rank's tensor holds, each with the part of the tensor that it is.
 
     Args:
         tensor: one layer's (and expert's) weight, as the rank has it.
-        cut: ``column``, ``row``, ``whole`` or ``gated``, the last for layers that really are gated.
+        cut: one of `CUTS`, ``gated`` for layers that really are gated.
         lead: its layer, and expert, where these are dimensions of the global weight.
         rank: tensor-parallel rank.
         n_ranks: tensor-parallel size.
+        rows: of each part of a fused weight, see `part_rows`.
 
     Raises:
         LayoutError: the tensor has no such dimension, or a gated one has an odd number of rows.
@@ -111,16 +200,30 @@ def placed_views(
     dim = 1 if cut == "row" else 0
     if dim >= len(shape):
         raise LayoutError(f"a tensor of shape {list(shape)} has no dimension {dim} to be cut along")
-    if cut != "gated":
+    if cut not in ("gated", "fused"):
         return [_placed(tensor, lead, tuple(rank * shape[d] if d == dim else 0 for d in range(len(shape))))]
     half, odd = divmod(shape[0], 2)
-    if odd:
+    if cut == "gated" and odd:
         raise LayoutError(f"a gate and an up projection together have {counted(shape[0], 'row')}, which is odd")
-    found = []
-    for part in range(2):
-        rows = replace(tensor, offset=tensor.offset + part * half * tensor.strides[0], shape=(half, *shape[1:]))
-        found.append(_placed(rows, lead, ((part * n_ranks + rank) * half, *(0,) * (len(shape) - 1))))
+    found, start = [], 0
+    for size in (half, half) if cut == "gated" else rows:
+        place = (start * n_ranks + rank * size, *(0,) * (len(shape) - 1))
+        found.append(_placed(_rows_of(tensor, start, size), lead, place))
+        start += size
     return found
+
+
+def placed_parts(
+    tensor: TensorRef, lead: tuple[int, ...], rank: int, n_ranks: int, rows: Sequence[int]
+) -> list[list[tuple[Box, TensorRef]]]:
+    """`placed_views` of each part of a fused weight, which is a weight of its own in distributed checkpoints."""
+    starts = [sum(rows[:number]) for number in range(len(rows))]
+    pieces = [_rows_of(tensor, start, size) for start, size in zip(starts, rows, strict=True)]
+    return [placed_views(piece, "column", lead, rank, n_ranks) for piece in pieces]
+
+
+def _rows_of(tensor: TensorRef, start: int, size: int) -> TensorRef:
+    return replace(tensor, offset=tensor.offset + start * tensor.strides[0], shape=(size, *tensor.shape[1:]))
 
 
 def _placed(tensor: TensorRef, lead: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Box, TensorRef]:

@@ -14,7 +14,13 @@ from ckpt_tool.errors import FormatError, LayoutError, Unsupported
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.formats.megatron.live_names import LiveName, live_name, stage_offsets, uses_local_names
-from ckpt_tool.formats.megatron.parallel import OWN_RULES, ParallelRules, placed_views, view
+from ckpt_tool.formats.megatron.parallel import (
+    ParallelRules,
+    placed_parts,
+    placed_views,
+    view,
+)
+from ckpt_tool.formats.megatron.rank_cuts import Cutter
 from ckpt_tool.formats.megatron.rank_files import Grid
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass, field
@@ -25,6 +31,7 @@ __all__ = ["Member", "RankModel", "model_chunks"]
 _EXTRA_STATE = "_extra_state"
 _NEMO_PREFIX = "model."
 _WRAPPER = "module."
+_MIXER = "mixer."
 Coord = tuple[int, int, int]
 """Stage, expert-parallel rank, tensor-parallel rank."""
 
@@ -48,11 +55,25 @@ class Member:
     """Experts in it, when it is all of the rank's experts at once."""
     is_shared: bool = False
     """An embedding that the first and the last stage share: each has a copy."""
+    rows: tuple[int, ...] = ()
+    """Of each part of a fused weight, as the rank has them."""
+    part_keys: tuple[str, ...] = ()
+    """What parts that have a key of their own have behind the weight's."""
+
+    def pieces(self, tensor: TensorRef) -> Iterator[tuple[str, tuple[int, ...], list[tuple[Box, TensorRef]]]]:
+        """What comes behind the key, the shape, and what `placed` gives, of each weight that the tensor is of."""
+        if not self.part_keys:
+            yield "", self.shape, self.placed(tensor)
+            return
+        parts = placed_parts(tensor, self.lead, self.rank, self.n_ranks, self.rows)
+        for key, n_rows, placed in zip(self.part_keys, self.rows, parts, strict=True):
+            n_lead = len(self.lead)
+            yield f".{key}", (*self.shape[:n_lead], n_rows * self.n_ranks, *self.shape[n_lead + 1 :]), placed
 
     def placed(self, tensor: TensorRef) -> list[tuple[Box, TensorRef]]:
         """The boxes of the global weight that ``tensor``, of this one's shape, holds, with the parts that they are."""
         if not self.n_fused:
-            return placed_views(tensor, self.cut, self.lead, self.rank, self.n_ranks)
+            return placed_views(tensor, self.cut, self.lead, self.rank, self.n_ranks, self.rows)
         found = []
         for expert in range(self.n_fused):
             *lead, first = self.lead
@@ -152,8 +173,7 @@ class _Plan:
 
     grid: Grid
     facts: Facts
-    rules: ParallelRules
-    where: str
+    cutter: Cutter
     local_names: Mapping[str, str]
     held: Mapping[tuple[int, int], set[int]]
     offsets: Mapping[tuple[int, int], int]
@@ -180,16 +200,16 @@ class _Plan:
                 lead = (*lead, expert_rank * self.n_local_experts + (live.expert or 0))
                 lead_shape = (*lead_shape, self.n_local_experts * self.grid.ep)
             n_ranks = self.grid.etp if live.is_expert else self.grid.tp
-            cut = self._cut(name, live, tensor, state, n_ranks)
+            cut, rows = self.cutter.cut(name, live, tensor, state, n_ranks)
             member = Member(
-                name, tensor, key, (), lead, cut, tensor_rank % n_ranks, n_ranks, live.is_expert, n_fused,
-                is_shared=self._is_shared(stage, name),
+                name, tensor, key, (), lead, cut.kind, tensor_rank % n_ranks, n_ranks, live.is_expert, n_fused,
+                is_shared=self._is_shared(stage, name), rows=rows, part_keys=cut.keys,
             )  # fmt: skip
             if member.is_shared and name == "output_layer.weight":
                 member = replace(member, key="embedding.word_embeddings.weight")
             shape = _local_shape(member)
-            if cut not in ("whole", "buffer"):
-                dim = 1 if cut == "row" else 0
+            if cut.kind not in ("whole", "buffer"):
+                dim = 1 if cut.kind == "row" else 0
                 shape = (*shape[:dim], shape[dim] * n_ranks, *shape[dim + 1 :])
             yield replace(member, shape=(*lead_shape, *shape))
 
@@ -239,38 +259,6 @@ class _Plan:
         if self.is_stacked:
             return f"decoder.layers.{live.rest}", (layer,), (self.n_layers,)
         return f"decoder.layers.{layer}.{live.rest}", (), ()
-
-    def _cut(self, name: str, live: LiveName, tensor: TensorRef, state: Mapping[str, Any], n_ranks: int) -> str:
-        cut = self.rules.cut(live.rest)
-        if cut is None and n_ranks > 1:
-            raise LayoutError(
-                f"no rule says how {live.rest!r} (here {list(tensor.shape)}) is cut over {n_ranks} "
-                "tensor-parallel ranks",
-                where=self.where,
-                hint=f"put a file {OWN_RULES} beside the rank folders, with lines such as: [[rule]] names = "
-                f"['{live.rest}'] cut = \"column\" (or row, gated, whole, buffer)",
-            )
-        if cut != "gated" or n_ranks == 1:
-            return cut or "whole"
-        return "gated" if self._is_gated(name, live, tensor, state) else "column"
-
-    def _is_gated(self, name: str, live: LiveName, tensor: TensorRef, state: Mapping[str, Any]) -> bool:
-        """Whether the first layer of an MLP is twice as wide as the second one is deep."""
-        partner = "weight2" if live.is_fused else "linear_fc2"
-        first = name.replace(".bias", ".weight")
-        second = state.get(first.replace("weight1" if live.is_fused else "linear_fc1", partner))
-        if not isinstance(second, TensorRef) or len(second.shape) != 2:
-            if self.facts.swiglu is not None:
-                return self.facts.swiglu
-            raise LayoutError(f"whether {name!r} is gated is not known: no second layer", where=self.where)
-        rows, depth = (tensor.shape[1], second.shape[0]) if live.is_fused else (tensor.shape[0], second.shape[1])
-        if rows not in (depth, 2 * depth):
-            raise LayoutError(
-                f"{name!r} has {counted(rows, 'row')}, its second layer {counted(depth, 'column')}: neither as many "
-                "nor twice as many",
-                where=self.where,
-            )
-        return rows == 2 * depth
 
     def _is_shared(self, stage: int, name: str) -> bool:
         """Whether it is one of the copies of an embedding that stages share."""
@@ -336,10 +324,12 @@ def _plan(
             f"{facts.num_layers:,}",
             where=where,
         )
-    is_stacked = len({tuple(sorted(layer.items())) for layer in census.layers.values()}) <= 1
+    is_alike = len({tuple(sorted(layer.items())) for layer in census.layers.values()}) <= 1
+    # mcore numbers the layers of Mamba's models in their names, alike or not
+    is_stacked = is_alike and not any(rest.startswith(_MIXER) for layer in census.layers.values() for rest in layer)
     return _Plan(
-        grid, facts, rules, where, local_names, census.held, offsets, n_layers, n_local_experts, is_stacked,
-        census.predicts_ahead,
+        grid, facts, Cutter(rules, facts.swiglu, where), local_names, census.held, offsets, n_layers, n_local_experts,
+        is_stacked, census.predicts_ahead,
     )  # fmt: skip
 
 

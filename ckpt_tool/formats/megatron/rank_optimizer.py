@@ -56,18 +56,19 @@ def add_member(
     Raises:
         FormatError: the tensor lies outside the global shape, or its storage is not in the file.
     """
-    fqn, path = name
-    number = rows.add_tensor(fqn, tensor.dtype, member.shape, section_of(path, fqn), path)
-    for box, part in member.placed(tensor):
-        if not Box.whole(member.shape).contains(box):
-            raise FormatError(
-                f"{fqn!r}: {box} lies outside {list(member.shape)}: ranks differ in shape", where=file.path
-            )
-        place = file.storages.get(part.storage.key)
-        if place is None:
-            raise FormatError(f"needs storage {part.storage.key!r}, which is not in the file", where=file.path)
-        if box.volume:
-            rows.add_piece(number, Piece(box, Box.whole(box.sizes), part), place, rank=rank, big_endian=file.big_endian)
+    base, base_path = name
+    for key, shape, placed in member.pieces(tensor):
+        fqn, path = f"{base}{key}", (*base_path[:-1], f"{base_path[-1]}{key}")
+        number = rows.add_tensor(fqn, tensor.dtype, shape, section_of(path, fqn), path)
+        for box, part in placed:
+            if not Box.whole(shape).contains(box):
+                raise FormatError(f"{fqn!r}: {box} lies outside {list(shape)}: ranks differ in shape", where=file.path)
+            place = file.storages.get(part.storage.key)
+            if place is None:
+                raise FormatError(f"needs storage {part.storage.key!r}, which is not in the file", where=file.path)
+            if box.volume:
+                piece = Piece(box, Box.whole(box.sizes), part)
+                rows.add_piece(number, piece, place, rank=rank, big_endian=file.big_endian)
 
 
 def read_optimizer(

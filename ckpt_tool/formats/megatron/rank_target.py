@@ -253,7 +253,7 @@ class _Cutter:
         inner = self.shapes[key][len(lead) :]
         n_ranks = self.etp if parameter.is_expert else self.grid.tp
         cut = built_in_rules().cut(_rest(key))
-        if cut is None and n_ranks > 1:
+        if cut in (None, "fused") and n_ranks > 1:
             raise LayoutError(
                 f"no rule says how it is cut over {counted(n_ranks, 'tensor-parallel rank')}", where=key,
                 hint="use --to megatron-dist, which needs none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import StorageRef, TensorRef
-from ckpt_tool.formats.megatron.parallel import built_in_rules, placed_views, view
+from ckpt_tool.formats.megatron.parallel import built_in_rules, part_rows, placed_parts, placed_views, view
 from ckpt_tool.geometry.runs import contiguous_strides
 from tests.formats.megatron.run import cut
 
@@ -71,7 +72,11 @@ def test_views_stay_inside() -> None:
         ("mlp.shared_experts.linear_fc2.weight", "row"),
         ("mlp.experts.experts.linear_fc1.weight", "gated"),
         ("mlp.router.expert_bias", "buffer"),
-        ("mixer.in_proj.weight", None),
+        ("mixer.in_proj.weight", "fused"),
+        ("mixer.conv1d.bias", "fused"),
+        ("mixer.D", "column"),
+        ("final_norm.weight", "whole"),
+        ("mixer.other.weight", None),
     ],
 )
 def test_rules(name: str, expected: str | None) -> None:
@@ -82,7 +87,66 @@ def test_rules(name: str, expected: str | None) -> None:
 def test_rules_do_not_overlap() -> None:
     """No name that a rule spells out literally fits two rules, so that their order does not matter."""
     rules = built_in_rules().rules
-    for pattern, cut_name in rules:
+    for pattern, rule in rules:
         literal = re.sub(r"\\(.)", r"\1", re.sub(r"\(([^|)]*)[^)]*\)\??", r"\1", pattern.pattern.replace("\\w+", "x")))
         fitting = {other for tried, other in rules if tried.fullmatch(literal)}
-        assert fitting <= {cut_name}, literal
+        assert fitting <= {rule}, literal
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ('names = "a"\ncut = "row"', "names = 'a', expected a list"),
+        ('names = ["a"]\ncut = "rows"', "cut 'rows', expected one of column, row, gated, fused, whole, buffer"),
+        ('names = ["a"]\ncut = "fused"', r"parts = \[\], expected parts = \[4, 2, 6\]"),
+        ('names = ["a"]\ncut = "row"\nparts = [1, 2]', 'expected parts for cut = "fused" alone'),
+        ('names = ["a"]\ncut = "fused"\nparts = [1, "rest"]', "expected positive numbers, or names"),
+        ('names = ["a"]\ncut = "fused"\nparts = [1, 0]', "expected positive numbers"),
+        ('names = ["a"]\ncut = "fused"\nparts = ["w"]', "expected positive numbers, or names with a dimension"),
+        ('names = ["a"]\ncut = "fused"\nparts = [1, 2]\nkeys = ["x"]', "expected a name for each of 2 parts"),
+    ],
+)
+def test_own_rules_that_are_none(entry: str, match: str) -> None:
+    """What is wrong with a rule of the user's, and what is expected in its place."""
+    with pytest.raises(FormatError, match=match):
+        built_in_rules().with_own(f"[[rule]]\n{entry}", "ckpt-megatron.toml")
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ((4, 2, 6), "8 rows are no parts of 4 : 2 : 6"),
+        (("w[1]", "rest", "rest"), r"8 rows do not consist of w\[1\] = 3, rest, rest"),
+        (("w[1]", "w[1]"), r"8 rows do not consist of w\[1\] = 3, w\[1\] = 3"),
+        (("w[2]", "rest"), r"rows of a part are those of w\[2\], and the layer has no such tensor"),
+        (("v[0]", "rest"), r"those of v\[0\], and the layer has no such tensor"),
+    ],
+)
+def test_rows_that_are_no_such_parts(parts: tuple[int | str, ...], match: str) -> None:
+    """Rows that do not come out are refused with the numbers."""
+    with pytest.raises(LayoutError, match=match):
+        part_rows(parts, 8, {"w": (2, 3)})
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
+def test_unequal_parts_of_all_ranks_are_the_whole(sizes: list[int], n_ranks: int, is_apart: bool) -> None:
+    """Each part is cut by itself: joined, they are the weight, or with keys of their own the parts one by one."""
+    whole = np.arange(sum(sizes) * n_ranks * 3, dtype=np.float32).reshape(-1, 3)
+    ends = np.cumsum([0, *sizes]) * n_ranks
+    canvas = np.full(whole.shape, -1, dtype=np.float32)
+    for rank in range(n_ranks):
+        own = [np.split(whole[a:b], n_ranks)[rank] for a, b in itertools.pairwise(ends)]
+        part = np.concatenate(own)
+        if is_apart:
+            found = placed_parts(described(part.shape), (), rank, n_ranks, sizes)
+            starts = [start for start, views in zip(ends, found, strict=False) for _ in views]
+            views = [view for views in found for view in views]
+        else:
+            views = placed_views(described(part.shape), "fused", (), rank, n_ranks, sizes)
+            views = views if n_ranks > 1 else placed_views(described(part.shape), "whole", (), 0, 1)
+            starts = [0] * len(views)
+        for start, (box, where) in zip(starts, views, strict=True):
+            strides = tuple(stride * 4 for stride in where.strides)
+            elements = np.lib.stride_tricks.as_strided(part.ravel()[where.offset :], where.shape, strides)
+            canvas[start:][box.slices] = elements
+    np.testing.assert_array_equal(canvas, whole)
