@@ -65,7 +65,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     args = args if isinstance(args, Mapping) else {}
     sizes = [f"{label} {args[name]}" for label, name in _SIZES if args.get(name)]
     yield "parallel", " ".join(sizes) if sizes else "not known: no args of the run were saved"
-    layers = _layers(info.get("layer_stages") or [], args)
+    layers = _layers(info, args)
     if layers:
         yield "layers", layers
     experts = args.get("num_experts")
@@ -88,29 +88,36 @@ def _owners(n_experts: int, n_ranks: int) -> str:
     return "; ".join(owned if n_ranks <= _MAX_OWNERS else [*owned[:2], f"... {owned[-1]}"])
 
 
-def _layers(stages: Sequence[Sequence[int]], args: Mapping[str, Any]) -> str:
+def _layers(info: Mapping[str, Any], args: Mapping[str, Any]) -> str:
     """Which stage, and which of its model chunks, has which layers; empty where not even their number is known."""
+    stages: Sequence[Sequence[int]] = info.get("layer_stages") or []
+    told: Sequence[Sequence[Sequence[int]]] = info.get("layer_chunks") or []
     n_layers, n_chunks = args.get("num_layers"), args.get("virtual_pipeline_model_parallel_size") or 1
     if not stages and isinstance(n_layers, int) and args.get("pipeline_model_parallel_size") == 1:
         stages = [range(n_layers)]
     ahead = args.get("mtp_num_layers")
     more = f"; {ahead} for multi-token prediction behind them" if isinstance(ahead, int) and ahead else ""
     if stages:
-        return "; ".join(f"stage {number}: {_of_stage(own, n_chunks)}" for number, own in enumerate(stages)) + more
+        held = told or [_chunks_of(own, n_chunks) for own in stages]
+        return "; ".join(f"stage {number}: {_of_stage(own)}" for number, own in enumerate(held)) + more
     if not isinstance(n_layers, int):
         return ""
     return f"{n_layers:,}{more}; which stage has which is not known, as the ranks that saved them do not tell"
 
 
-def _of_stage(layers: Sequence[int], n_chunks: int) -> str:
+def _chunks_of(layers: Sequence[int], n_chunks: int) -> Sequence[Sequence[int]]:
+    """A stage's layers by model chunk, all in one where runs of them do not tell."""
     from ckpt_tool.formats.megatron.stages import chunk_layers  # 5 ms of every inspect
 
     try:
-        chunks = chunk_layers(layers, n_chunks)
+        return chunk_layers(layers, n_chunks)
     except LayoutError:
-        chunks = [list(layers)]
+        return [layers]
+
+
+def _of_stage(chunks: Sequence[Sequence[int]]) -> str:
     if len(chunks) == 1:
-        return _ranges(layers)
+        return _ranges(chunks[0])
     return ", ".join(f"chunk {number}: {_ranges(own)}" for number, own in enumerate(chunks))
 
 

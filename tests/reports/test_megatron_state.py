@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +199,39 @@ def test_r62_stages_and_chunks_have_every_layer_once(ckpt: Ckpt, tmp_path: Path)
         source = tmp_path / name
         assert contents(source) == run.truth(slots=())
     assert "layers stage 0: 0-2; stage 1: 3-4" in ckpt("inspect", source).text
+
+
+def test_r62_chunks_without_layers(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R62: a layout of one's own (pipeline_model_parallel_layout), with chunks that have no layer."""
+    run = Run(layers=(((0,), (3, 4), ()), ((1, 2), (), (5,))))
+    source = stored(tmp_path / "in", legacy_files(run, with_optimizer=False))
+    shown = "stage 0: chunk 0: 0, chunk 1: 3-4, chunk 2: none; stage 1: chunk 0: 1-2, chunk 1: none, chunk 2: 5"
+    assert shown in ckpt("inspect", source).text
+    assert contents(source) == run.truth(slots=())
+
+
+def test_r62_files_in_each_others_place(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R62: chunks that are missing, and stages whose files were swapped, are errors where no rank is recorded too."""
+
+    def changed(path: str, root: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        del root["args"].rank
+        stage = {"_001": "_002", "_002": "_001"}.get(path.split("/", maxsplit=1)[0][-4:], "_000")
+        return path.replace(path.split("/", maxsplit=1)[0][-4:], stage), root
+
+    run = Run(layers=(((0,),), ((1,),), ((2,),)))
+    files = {
+        p: torch.load(io.BytesIO(d), weights_only=False) for p, d in legacy_files(run, with_optimizer=False).items()
+    }
+    swapped = {path: saved(root) for path, root in map(changed, files, files.values())}
+    refused = ckpt("verify", stored(tmp_path / "swapped", swapped))
+    said = "decoder.final_* is on stage 1, expected on stage 2 of 3: files stand in each other's place"
+    assert (refused.status, said in refused.err) == (3, True)
+    virtual = legacy_files(Run(layers=(((0,), (2,)), ((1,), (3,)))), with_optimizer=False, num_layers=None)
+    fewer = {path: torch.load(io.BytesIO(data), weights_only=False) for path, data in virtual.items()}
+    for root in fewer.values():
+        del root["model1"]
+    refused = ckpt("verify", stored(tmp_path / "fewer", {path: saved(root) for path, root in fewer.items()}))
+    assert (refused.status, "ranks have 1 model chunk, the run's arguments say 2" in refused.err) == (3, True)
 
 
 def _without_args(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.errors import FormatError, LayoutError, Unsupported
+from ckpt_tool.errors import FormatError, Unsupported
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.formats.megatron.live_names import LiveName, live_name, stage_offsets, uses_local_names
@@ -20,6 +20,7 @@ from ckpt_tool.formats.megatron.parallel import (
     placed_views,
     view,
 )
+from ckpt_tool.formats.megatron.rank_census import EXTRA_STATE, Census, check_ends, local_experts
 from ckpt_tool.formats.megatron.rank_cuts import Cutter
 from ckpt_tool.formats.megatron.rank_files import Grid
 from ckpt_tool.geometry.box import Box
@@ -28,7 +29,6 @@ from ckpt_tool.sizes import counted
 
 __all__ = ["Member", "RankModel", "model_chunks"]
 
-_EXTRA_STATE = "_extra_state"
 _NEMO_PREFIX = "model."
 _WRAPPER = "module."
 _MIXER = "mixer."
@@ -89,6 +89,8 @@ class RankModel:
     members: dict[tuple[Coord, int], list[Member]] = field(default_factory=dict)
     stages: list[list[int]] = field(default_factory=list)
     """Global layers of each stage."""
+    chunk_layers: list[list[list[int]]] = field(default_factory=list)
+    """The same by model chunk."""
     extra_states: list[tuple[str, Any]] = field(default_factory=list)
     """Name and value of objects that belong to modules (``_extra_state``), by layer."""
     notes: list[str] = field(default_factory=list)
@@ -117,15 +119,15 @@ class RankModel:
         """
         found = cls()
         plan = _plan(chunks, grid, facts, rules, where)
-        found.stages = [
-            sorted(
-                plan.offsets[stage, chunk] + layer
-                for (at, chunk), layers in plan.held.items()
+        found.chunk_layers = [
+            [
+                sorted(plan.offsets[stage, chunk] + layer for layer in layers)
+                for (at, chunk), layers in sorted(plan.held.items())
                 if at == stage
-                for layer in layers
-            )
+            ]
             for stage in range(grid.pp)
         ]
+        found.stages = [sorted(layer for own in of_stage for layer in own) for of_stage in found.chunk_layers]
         if not plan.is_stacked:
             found.notes.append("layers differ in their tensors: each has names of its own")
         for coord, of_rank in chunks.items():
@@ -190,7 +192,7 @@ class _Plan:
             if not isinstance(tensor, TensorRef):
                 continue
             live = live_name(name, self.local_names)
-            if name.endswith(_EXTRA_STATE):
+            if name.endswith(EXTRA_STATE):
                 yield from self._extra_tensor(name, live, tensor, coord, self.offsets[stage, chunk])
                 continue
             key, lead, lead_shape = self._key(live, self.offsets[stage, chunk])
@@ -269,53 +271,24 @@ class _Plan:
         return is_output or name == "embedding.word_embeddings.weight"
 
 
-@dataclass
-class _Census:
-    """What the names of all ranks tell."""
-
-    held: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    """Layers of each model chunk, by stage and chunk, numbered within it."""
-    layers: dict[tuple[int, int, int], dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Names and shapes in each layer, as the first rank of its stage has them."""
-    n_local_experts: int = 0
-    has_experts: bool = False
-    predicts_ahead: bool = False
-
-    def add(self, coord: Coord, number: int, chunk: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
-        """Count one chunk of one rank.
-
-        Raises:
-            FormatError: another rank of the stage has other layers.
-        """
-        stage, *ranks = coord
-        held: set[int] = set()
-        for name, value in chunk.items():
-            live = live_name(name, names)
-            self.has_experts |= live.is_expert
-            self.predicts_ahead |= name.startswith("mtp.")
-            self.n_local_experts = max(self.n_local_experts, (-1 if live.expert is None else live.expert) + 1)
-            if live.layer is None or not isinstance(value, TensorRef) or name.endswith(_EXTRA_STATE):
-                continue
-            held.add(live.layer)
-            if not any(ranks):
-                self.layers.setdefault((stage, number, live.layer), {})[live.rest] = value.shape
-        if self.held.setdefault((stage, number), held) != held:
-            raise FormatError(f"ranks of stage {stage} hold different layers", where=where)
-
-
 def _plan(
     chunks: Mapping[Coord, Sequence[Mapping[str, Any]]], grid: Grid, facts: Facts, rules: ParallelRules, where: str
 ) -> _Plan:
     names = [name for of_rank in chunks.values() for chunk in of_rank for name in chunk]
     local_names = rules.local_names if uses_local_names(names, facts.transformer_impl) else {}
-    census = _Census()
+    census = Census()
     n_chunks = {len(of_rank) for of_rank in chunks.values()}
     if len(n_chunks) != 1:
         raise FormatError(f"ranks have {' and '.join(map(str, sorted(n_chunks)))} model chunks", where=where)
     for coord, of_rank in chunks.items():
         for number, chunk in enumerate(of_rank):
             census.add(coord, number, chunk, local_names, where)
-    n_local_experts = _n_local_experts(census, grid, facts, where)
+    if facts.vpp > 1 and n_chunks != {facts.vpp}:
+        raise FormatError(
+            f"ranks have {counted(n_chunks.pop(), 'model chunk')}, the run's arguments say {facts.vpp}", where=where
+        )
+    check_ends(census, grid, where)
+    n_local_experts = local_experts(census, grid, facts, where)
     offsets = stage_offsets({place: sorted(layers) for place, layers in census.held.items()}, where)
     n_layers = sum(len(layers) for layers in census.held.values())
     if facts.num_layers not in (None, n_layers):
@@ -331,20 +304,6 @@ def _plan(
         grid, facts, Cutter(rules, facts.swiglu, where), local_names, census.held, offsets, n_layers, n_local_experts,
         is_stacked, census.predicts_ahead,
     )  # fmt: skip
-
-
-def _n_local_experts(census: _Census, grid: Grid, facts: Facts, where: str) -> int:
-    """Experts on each rank, by names, or for fused ones by the run's arguments; 0 without experts."""
-    if not census.has_experts:
-        return 0
-    found = census.n_local_experts
-    if not found:
-        if facts.num_experts is None:
-            raise LayoutError("how many experts a fused weight holds is not known: no args.num_experts", where=where)
-        return facts.num_experts // grid.ep
-    if facts.num_experts not in (None, found * grid.ep):
-        raise FormatError(f"{found} experts on each of {grid.ep} ranks, the run had {facts.num_experts}", where=where)
-    return found
 
 
 def _local_shape(member: Member) -> tuple[int, ...]:

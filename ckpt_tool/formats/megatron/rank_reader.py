@@ -254,6 +254,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         "optimizer_undecoded": optimizer.undecoded,
         "optimizer_lost": optimizer.is_lost or None,
         "layer_stages": model.stages,
+        "layer_chunks": model.chunk_layers if max(map(len, model.chunk_layers), default=1) > 1 else None,
         "args": facts.described() or None,
         "int_keyed_dicts": list(common.int_keyed) or None,
         "n_rank_folders": len(grid.folders),

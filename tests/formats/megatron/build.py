@@ -158,7 +158,10 @@ def add_gathered(writer: DistWriter) -> None:
 
 def coalesced(run: Run, buffer: Buffer) -> dict[Any, Any]:
     """Buckets end to end."""
-    slots: dict[str, Any] = {slot: torch.from_numpy(np.concatenate(buffer.flat(run, slot))) for slot in SLOTS}
+    nothing = np.zeros(0, dtype=np.float32)
+    slots: dict[str, Any] = {
+        slot: torch.from_numpy(np.concatenate([nothing, *buffer.flat(run, slot)])) for slot in SLOTS
+    }
     return {GROUP: {**slots, "numel_unpadded": sum(buffer.bucket_numels)}}
 
 
