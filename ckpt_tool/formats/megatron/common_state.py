@@ -16,6 +16,7 @@ from ckpt_tool.formats._torch_file.entries import Entry, entries_of
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.items import open_item
+from ckpt_tool.formats.megatron.location import other_iteration
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
@@ -23,8 +24,8 @@ from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
 __all__ = [
-    "COMMON_FILE", "COMMON_OBJECT", "Common", "common_checksums", "common_findings", "common_of", "rank_state_note",
-    "read_common",
+    "COMMON_FILE", "COMMON_OBJECT", "Common", "common_checksums", "common_findings", "common_of", "iteration_findings",
+    "rank_state_note", "read_common",
 ]  # fmt: skip
 
 COMMON_FILE = "common.pt"
@@ -53,8 +54,10 @@ class Common:
         value = self.root.get("iteration", self.root.get("global_step"))
         return value if type(value) is int and value.bit_length() < 64 else None
 
-    def notes(self) -> Iterator[str]:
-        """What a person should know."""
+    def notes(self, url: str, folder: str) -> Iterator[str]:
+        """What a person should know, of a common state that lies in ``folder`` of what ``url`` names."""
+        if said := other_iteration(url, folder, self.iteration):
+            yield said
         if not self.where:
             yield (
                 f"no {COMMON_FILE} and no {COMMON_OBJECT}: the run's arguments, iteration and schedules are not known"
@@ -86,8 +89,20 @@ def read_common(source: Source, blobs: Sequence[Blob]) -> Common:
     return Common("", {}, Assembly(), ())
 
 
-def common_findings(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """An error where a distributed checkpoint has no common state: every version of mcore writes and wants one."""
+def iteration_findings(manifest: Manifest) -> Iterator[Finding]:
+    """A warning where the folder's number is another one than the state's."""
+    said = other_iteration(manifest.root, manifest.info.get("folder") or "", manifest.info.get("step"))
+    if said is not None:
+        yield Finding("other-iteration", Severity.WARNING, said)
+
+
+def common_findings(manifest: Manifest) -> Iterator[Finding]:
+    """An error where a distributed checkpoint has no common state: every version of mcore writes and wants one.
+
+    And what `iteration_findings` finds.
+    """
+    yield from iteration_findings(manifest)
+    info = manifest.info
     if not info.get("common_state"):
         path = "/".join(filter(None, (info.get("folder"), COMMON_FILE)))
         said = (

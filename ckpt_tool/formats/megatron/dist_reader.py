@@ -107,7 +107,7 @@ class MegatronDistReader:
             blobs=tuple(blobs),
             mesh=facts.mesh(beside[1]) if beside is not None and has_settings else facts.mesh(),
             info=_info(location, common, facts, found, world_size, sharded_config(inner)),
-            notes=tuple(_notes(location, common, found, None if beside is None else beside[1])),
+            notes=tuple(_notes(source, location, common, found, None if beside is None else beside[1])),
             items=tables.items.with_chunks(tables.chunks).with_ranges(
                 [blob.where for blob in tables.blobs if blob.where is not None], tables.files
             ),
@@ -148,7 +148,7 @@ class MegatronDistReader:
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:  # noqa: ARG002 - as others have it
         """What Megatron would miss."""
-        yield from common_findings(manifest.info)
+        yield from common_findings(manifest)
         yield from _megatron_findings(manifest)
 
 
@@ -228,7 +228,7 @@ def _info(
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _notes(location: Location, common: Common, found: Named, beside: str | None) -> Iterator[str]:
+def _notes(source: Source, location: Location, common: Common, found: Named, beside: str | None) -> Iterator[str]:
     """What a person should know."""
     yield from location.notes
     if beside is not None:
@@ -237,7 +237,7 @@ def _notes(location: Location, common: Common, found: Named, beside: str | None)
     if found.prefix:
         yield f"keys begin with {found.prefix!r}, which is left out of names"
     yield from found.notes
-    yield from common.notes()
+    yield from common.notes(source.listing.url, location.folder)
 
 
 def _is_in(manifest: Manifest, name: str) -> Any:

@@ -15,7 +15,7 @@ from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import some_of
 from ckpt_tool.storage.virtual.subfolder import Subfolder, sublisting
 
-__all__ = ["TRACKER", "Location", "iterations", "locate", "within"]
+__all__ = ["TRACKER", "Location", "iterations", "locate", "other_iteration", "within"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _OF_BYTECHECKPOINT = "global_step_"
@@ -45,6 +45,22 @@ class Location:
         """Of the iteration, by the name of its folder."""
         match = _ITERATION.fullmatch(self.folder)
         return None if match is None or match[1] is None else int(match[1])
+
+
+def other_iteration(url: str, folder: str, iteration: int | None) -> str | None:
+    """What to say where the folder of an iteration holds another one's state; None where it does not, or nothing tells.
+
+    >>> other_iteration("run", "iter_0000020", 10)
+    'iter_0000020 holds the state of iteration 10: the folder was renamed, or files of another one were put there'
+    """
+    name = (folder or url.rstrip("/")).rpartition("/")[2]
+    match = _ITERATION.fullmatch(name)
+    if match is None or match[1] is None or iteration in (None, int(match[1])):
+        return None
+    return (
+        f"{name} holds the state of iteration {iteration:,}: the folder was renamed, or files of another one were put "
+        "there"
+    )
 
 
 def iterations(paths: Iterable[str]) -> dict[str, list[str]]:

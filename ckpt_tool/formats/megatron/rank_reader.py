@@ -18,7 +18,7 @@ from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.rows import Rows
 from ckpt_tool.formats.base import Probe, Source
-from ckpt_tool.formats.megatron.common_state import Common, common_of
+from ckpt_tool.formats.megatron.common_state import Common, common_of, iteration_findings
 from ckpt_tool.formats.megatron.facts import Facts, facts_of
 from ckpt_tool.formats.megatron.joined import joined, with_folder
 from ckpt_tool.formats.megatron.keys import weight_name
@@ -147,6 +147,7 @@ class MegatronLegacyReader(TorchFilesReader):
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Copies of the same box that differ; optimizer state that is gone, or could not be placed."""
+        yield from iteration_findings(manifest)
         if manifest.info.get("optimizer_lost"):
             yield Finding("optimizer-lost", Severity.WARNING, WITHOUT_OPTIMIZER)
         undecoded = manifest.info.get("optimizer_undecoded")
@@ -270,7 +271,11 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         blobs=(*extra, *common.assembly.blobs, *random_states.blobs),
         mesh=facts.mesh() if common.root.get("args") is not None else facts.mesh(f"{CONFIG} of NeMo"),
         info={key: value for key, value in known.items() if value is not None},
-        notes=(*_notes(location, model, optimizer, common), *(one.message for one in disagreement_findings(mixed))),
+        notes=(
+            *_notes(location, model, optimizer),
+            *common.notes(source.listing.url, location.folder),
+            *(one.message for one in disagreement_findings(mixed)),
+        ),
     )
 
 
@@ -297,10 +302,9 @@ def _small_copies(tensors: TensorTable, chunks: ChunkTable) -> list[str]:
     return [tensors.fqns[row] for row in distinct(chunks.tensor[is_copy].astype(np.int64))]
 
 
-def _notes(location: Location, model: RankModel, optimizer: RankOptimizer, common: Common) -> Iterator[str]:
+def _notes(location: Location, model: RankModel, optimizer: RankOptimizer) -> Iterator[str]:
     """What a person should know."""
     yield from location.notes
     yield from model.notes
     if optimizer.undecoded is not None:
         yield f"optimizer state keeps the form of the files, each rank's apart: {optimizer.undecoded}"
-    yield from common.notes()

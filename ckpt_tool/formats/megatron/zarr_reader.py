@@ -166,7 +166,7 @@ class MegatronZarrReader:
             blobs=(*_objects(inner, prefix, location.folder), *common.assembly.blobs),
             mesh=facts.mesh(),
             info={key: value for key, value in known.items() if value is not None},
-            notes=(*location.notes, *common.notes()),
+            notes=(*location.notes, *common.notes(source.listing.url, location.folder)),
         )
 
     def resolve(self, source: Source, manifest: Manifest, rows: IntArray) -> ChunkTable:
@@ -188,7 +188,7 @@ class MegatronZarrReader:
 
     def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Arrays, chunk files and pieces of objects that are missing, and a missing common state."""
-        yield from common_findings(manifest.info)
+        yield from common_findings(manifest)
         for path in manifest.info.get("missing_files", ()):
             said = f"{path} is missing, an array that others of this checkpoint tell of"
             yield Finding("missing-file", Severity.ERROR, said, where=FileRange(path, 0, 0))

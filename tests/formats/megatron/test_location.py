@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Reader, Source
 from ckpt_tool.formats.detect import detect
@@ -107,3 +109,22 @@ def test_tracker_by_itself_is_explained(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("10")
     source = Source(*open_store(tmp_path / TRACKER))
     assert DIST.probe(source).why == f"{TRACKER} names the iteration to read of a run: name the run's folder instead"
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+@pytest.mark.parametrize("is_run", [False, True])
+def test_a_folder_with_the_state_of_another_iteration(tmp_path: Path, *, is_legacy: bool, is_run: bool) -> None:
+    """A folder that was renamed, or another step's files: a warning of verify, and a note of all else."""
+    files, saved_at = (LEGACY, 7) if is_legacy else (dist_files(), 10)
+    for folder in (f"iter_{saved_at:07d}", "release", "iter_0000020"):
+        root = tmp_path / folder
+        for path, data in below(folder, files).items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(data)
+        (root / TRACKER).write_text(folder.removeprefix("iter_"))
+        found = verify(root if is_run else root / folder).findings
+        said = [finding.message for finding in found if finding.kind == "other-iteration"]
+        expected = f"iter_0000020 holds the state of iteration {saved_at}: the folder was renamed, or files of another "
+        assert [message.startswith(expected) for message in said] == [True] * (folder == "iter_0000020")
+        with open_checkpoint(root if is_run else root / folder) as checkpoint:
+            assert set(said) <= set(checkpoint.manifest.notes)
