@@ -86,7 +86,7 @@ class VerifyReport:
                 own.append(part)
             elif finding.kind in _OF_RANGES:
                 own.append(where)
-            elif finding.kind == "truncated-file":
+            elif finding.kind == "truncated-file" and where.offset:
                 own.append(FileRange(where.path, where.offset, -1))
             else:
                 own.append(FileRange(where.path, 0, 0))

@@ -16,10 +16,22 @@ __all__ = ["HEAD_NBYTES", "Content", "content_of", "is_stand_in", "what_is"]
 HEAD_NBYTES = 512
 """First bytes that are enough to tell (a tar archive names itself at byte 257)."""
 
-_LFS = re.compile(rb"version https://git-lfs\.github\.com/spec/")
+_LFS = re.compile(rb"(?:\xef\xbb\xbf)?version https://git-lfs\.github\.com/spec/")
 _LFS_SIZE = re.compile(rb"^size ([0-9]{1,20})\r?$", re.MULTILINE)
 _HTML = re.compile(rb"\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 _XML_ERROR = re.compile(rb"\s*<\?xml.{0,200}<Error>", re.DOTALL)
+# What servers answer in words: huggingface.co "Entry not found", wget "ERROR 403: Forbidden", JSON of APIs.
+_REPLY = re.compile(
+    rb"\s*(?:\{\s*\"error\"|(?:http/\S+ |error:? )?[45]\d\d\b|(?:[a-z]+ )?not found\b|unauthorized\b|forbidden\b"
+    rb"|access (?:is )?denied\b|access to (?:model|dataset)\b|invalid (?:username|credentials|token)\b"
+    rb"|internal (?:server )?error\b|bad gateway\b|service unavailable\b|too many requests\b|rate limit)",
+    re.IGNORECASE,
+)
+_POINTERS = (
+    (re.compile(rb"/annex/objects/"), "a git-annex pointer", "the pointer alone is here: run git annex get FILE"),
+    (re.compile(rb"(?:md5: \w+\r?\n)?outs:\r?\n- "), "a DVC pointer", "the pointer alone is here: run dvc pull"),
+    (re.compile(rb"# xet version "), "a Xet pointer", "the pointer alone is here: fetch it with hf download"),
+)
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]+")
 
 _LEAST_ZIP_NBYTES = 30 + 46 + 22
@@ -36,6 +48,8 @@ class Content:
     """With its article: ``a zip archive``."""
     fix: str | None = None
     """What to do when another format was expected."""
+    is_stand_in: bool = False
+    """It lies in the place of another file: a pointer to it, a reply of a server, zeros, nothing."""
 
 
 _MAGIC: tuple[tuple[bytes, Content], ...] = (
@@ -53,6 +67,8 @@ _MAGIC: tuple[tuple[bytes, Content], ...] = (
     (b"ARROW1", Content("an Arrow file")),
     (b"%PDF", Content("a PDF")),
     (b"bplist00", Content("a property list, as iCloud leaves in a file's place", "have the file downloaded first")),
+    (b"Rar!\x1a\x07", Content("a RAR archive", "unpack it with unrar x")),
+    (b"SQLite format 3\0", Content("a database (SQLite)")),
     (b"7z\xbc\xaf\x27\x1c", Content("a 7z archive", "unpack it with 7z x")),
     (b"\x89PNG\r\n", Content("a picture (PNG)")),
     (b"\xff\xd8\xff", Content("a picture (JPEG)")),
@@ -77,9 +93,10 @@ def content_of(head: bytes) -> Content | None:
         head: the first `HEAD_NBYTES` bytes, or all of a shorter file.
     """
     if not head:
-        return Content("an empty file", _CUT)
+        return Content("an empty file", _CUT, is_stand_in=True)
     if not head.strip(b"\0"):
-        return Content("only zero bytes at its start", "the disk filled up or the copy was cut; fetch or save it again")
+        fix = "the disk filled up or the copy was cut; fetch or save it again"
+        return Content("only zero bytes at its start", fix, is_stand_in=True)
     found = next((content for magic, content in _MAGIC if head.startswith(magic)), None)
     return found or _container(head) or _text(head)
 
@@ -91,7 +108,7 @@ def is_stand_in(head: bytes) -> bool:
     (True, False)
     """
     found = content_of(head)
-    return not head.strip(b"\0") or (found is not None and (found.fix == _DOWNLOAD or bool(_LFS.match(head))))
+    return found is not None and found.is_stand_in
 
 
 def _container(head: bytes) -> Content | None:
@@ -124,11 +141,17 @@ def _text(head: bytes) -> Content | None:
     if _LFS.match(head):
         size = _LFS_SIZE.search(head)
         of = f", of a file of {counted(int(size[1]), 'byte')}" if size else ""
-        return Content("a git-LFS pointer", f'the pointer alone was cloned{of}: run "git lfs pull" in the repository')
+        fix = f'the pointer alone was cloned{of}: run "git lfs pull" in the repository'
+        return Content("a git-LFS pointer", fix, is_stand_in=True)
+    for pattern, what, fix in _POINTERS:
+        if pattern.match(head):
+            return Content(what, fix, is_stand_in=True)
     if _HTML.match(head):
-        return Content("an HTML page", _DOWNLOAD)
+        return Content("an HTML page", _DOWNLOAD, is_stand_in=True)
     if _XML_ERROR.match(head):
-        return Content("an XML error reply of an object store", _DOWNLOAD)
+        return Content("an XML error reply of an object store", _DOWNLOAD, is_stand_in=True)
+    if _REPLY.match(head) and _TEXT.fullmatch(head):
+        return Content("an error reply of a server", _DOWNLOAD, is_stand_in=True)
     if head.startswith(b"\xef\xbb\xbf"):
         head = head[3:]
     stripped = head.lstrip()

@@ -52,7 +52,8 @@ FILES = {
     "only zero bytes at its start": bytes(600),
     "a tar archive": _tar(),
     "a numpy array": b"\x93NUMPY\x01\0" + bytes(40),
-    "plain text": b"404: Not Found",
+    "plain text": b"epoch 3, loss 1.2",
+    "an error reply of a server": b"404: Not Found",
 }
 
 

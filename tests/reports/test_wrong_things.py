@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from ckpt_tool.formats._content import what_is
+from tests.formats.megatron.places import CHECKPOINTS
 from tests.reports.conftest import FIXTURES, Ckpt
 from tests.reports.made import put
 
@@ -59,6 +61,15 @@ FILES: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
     "gzip": ("a.pt", lambda: b"\x1f\x8b\x08\0" + bytes(60), "a gzip file", "gunzip"),
     "icloud": ("a.safetensors", lambda: b"bplist00" + bytes(60), "iCloud", "downloaded"),
     "text": ("a.ckpt", lambda: b"epoch 3 loss 1.2\n", "plain text", ""),
+    "lfs with a mark": ("a.pt", lambda: b"\xef\xbb\xbf" + LFS, "a git-LFS pointer", "git lfs pull"),
+    "annex": ("a.pt", lambda: b"/annex/objects/SHA256E-s4--ab.pt\n", "a git-annex pointer", "git annex get"),
+    "dvc": ("a.safetensors", lambda: b"outs:\n- md5: ab\n  path: a\n", "a DVC pointer", "dvc pull"),
+    "xet": ("a.safetensors", lambda: b"# xet version 0\nfilesize = 3\n", "a Xet pointer", "hf download"),
+    "not found": ("a.safetensors", lambda: b"Entry not found", "an error reply of a server", "fetch it again"),
+    "forbidden": ("a.ckpt", lambda: b"ERROR 403: Forbidden\n", "an error reply of a server", "with a token"),
+    "gated": ("a.bin", lambda: b"Access to model a/b is restricted.", "an error reply of a server", "with a token"),
+    "error as JSON": ("a.pt", lambda: b'{"error":"Repository not found"}', "an error reply of a server", "a token"),
+    "rar": ("a.pt", lambda: b"Rar!\x1a\x07\x01\0" + bytes(60), "a RAR archive", "unrar"),
     "noise": ("a.pt", lambda: bytes(range(1, 200)), "its first bytes are those of nothing known", "ckpt formats"),
 }
 
@@ -230,3 +241,36 @@ def test_index_alone(tmp_path: Path, ckpt: Ckpt) -> None:
     ran = ckpt("inspect", tmp_path)
     assert ran.status == 3
     assert "only the index was copied" in ran.text
+
+
+@pytest.mark.parametrize(
+    "stand_in", [LFS, b"Entry not found", b"<html>", bytes(300)], ids=["lfs", "text", "html", "zeros"]
+)
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [
+        ("torch/dcp_fsdp2_4r_fp32", "__3_0.distcp"),
+        ("deepspeed/accelerate_fsdp2", "optimizer_0/__2_0.distcp"),
+        ("torch/dcp_safetensors", "__1_0.distcp"),
+    ],
+)
+def test_one_item_file_is_something_else(tmp_path: Path, ckpt: Ckpt, fixture: str, name: str, stand_in: bytes) -> None:
+    """R86: metadata are small enough to be cloned or fetched, payload is not: not cut, but no payload at all."""
+    shutil.copytree(FIXTURES / fixture / "ckpt", tmp_path / "in")
+    (tmp_path / "in" / name).write_bytes(stand_in)
+    what = what_is(stand_in)
+    checked = ckpt("verify", tmp_path / "in", "--quick")
+    assert (checked.status, f"{name} is {what} (" in checked.text) == (1, True)
+    assert f"{name} is {what} (" in ckpt("ls", tmp_path / "in").text
+    assert name in ckpt("verify", tmp_path / "in", "--plan-fetch").out.splitlines()
+
+
+@pytest.mark.parametrize("stand_in", [LFS, b"404: Not Found", bytes(900)], ids=["lfs", "text", "zeros"])
+def test_one_object_is_something_else(tmp_path: Path, ckpt: Ckpt, stand_in: bytes) -> None:
+    """R86: of a file with one object nothing tells the size, its first bytes do."""
+    shutil.copytree(CHECKPOINTS / "old012_zarr_t2p1d1/ckpt/iter_0000010", tmp_path / "in")
+    name = "rng_state/shard_0.1_1.2.pt"
+    (tmp_path / "in" / name).write_bytes(stand_in)
+    checked = ckpt("verify", tmp_path / "in")
+    assert (checked.status, f"{name} is {what_is(stand_in)} (" in checked.text) == (1, True)
+    assert ckpt("verify", tmp_path / "in", "--plan-fetch").out == f"{name}\n"

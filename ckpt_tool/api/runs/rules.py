@@ -13,6 +13,7 @@ from ckpt_tool.api.runs.endings import INDEX, PAYLOAD, cut_files
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.api.runs.parts import folder_source, parts_of
 from ckpt_tool.checks.extents import extent_findings, measure
+from ckpt_tool.checks.stand_ins import with_stand_ins
 from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._hf_index import parse_index
 from ckpt_tool.formats._missing import LackingReader
@@ -149,7 +150,7 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
             raise
         except CkptError as error:
             return _Read((f"its metadata cannot be read: {error}",), None)
-        missing = extent_findings(manifest, listing, measure(manifest, listing))
+        missing = with_stand_ins(extent_findings(manifest, listing, measure(manifest, listing)), source)
         lacking = reader.check_metadata(source, manifest) if isinstance(reader, MetadataChecker) else ()
         errors = [*missing, *(finding for finding in lacking if finding.severity is Severity.ERROR)]
         return _Read((*(finding.message for finding in errors), *cut_files(source)), manifest)

@@ -18,6 +18,7 @@ from ckpt_tool.checks.companions import side_files
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.payload import check_content, check_headers, check_metadata
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
+from ckpt_tool.checks.stand_ins import stand_ins, with_stand_ins
 from ckpt_tool.checks.structure import structure_findings
 from ckpt_tool.checks.tolerant import read_tolerantly
 from ckpt_tool.checks.unowned import unowned_findings
@@ -143,13 +144,14 @@ def _report(
         _load_groups(checkpoint)
     manifest, source = checkpoint.manifest, checkpoint.source
     extents = measure(manifest, source.listing)
-    structure: list[Finding] = list(structure_findings(manifest, source.listing, extents))
+    structure: list[Finding] = list(with_stand_ins(structure_findings(manifest, source.listing, extents), source))
     findings = structure
     if level == "quick":
         findings = [*structure, *check_metadata(checkpoint.reader, source, manifest)]
     checked_nbytes = covered_nbytes = 0
     unproven: tuple[str, ...] = ()
     if level != "quick":
+        structure += stand_ins(manifest, source)
         store = checkpoint.store
         headers = check_headers(checkpoint.reader, source, manifest, extents, store=store)
         structure += unowned_findings(manifest, source.listing, extents.has_chunk, headers.manifest.chunks)
