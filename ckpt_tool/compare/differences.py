@@ -234,10 +234,11 @@ def _unequal(
 ) -> npt.NDArray[np.int64]:
     """Positions whose exact values differ, counted in; also counts what a cast does not explain."""
     values_a, values_b = element_values(a, dtype_a), element_values(b, dtype_b)
-    if values_a is None or values_b is None:
-        found.n_differing += len(a)
-        found.n_uncast += len(a)
-        return np.arange(len(a))
+    if values_a is None or values_b is None:  # one of them only says how wide its elements are
+        picked = np.flatnonzero(_differs(a, b)) if a.dtype.itemsize == b.dtype.itemsize else np.arange(len(a))
+        found.n_differing += len(picked)
+        found.n_uncast += len(picked)
+        return picked
     wide: npt.DTypeLike = np.complex128 if "c" in {values_a.dtype.kind, values_b.dtype.kind} else np.float64
     exact_a, exact_b = values_a.astype(wide), values_b.astype(wide)
     if {values_a.dtype.kind, values_b.dtype.kind} <= set("iub"):  # some of 64 bits are no float64

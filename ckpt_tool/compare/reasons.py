@@ -47,7 +47,7 @@ def explain(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer) -> Re
     if found.shape_a != found.shape_b:
         return _of_shapes(found, a, b, confirmer)
     if found.dtype_a != found.dtype_b:
-        return _cast(found) or _rounded_and(found, a, b, confirmer)
+        return _untyped(found) or _cast(found) or _rounded_and(found, a, b, confirmer)
     plain = _of_counts(found)
     if plain is not None:
         return plain
@@ -121,6 +121,14 @@ def _of_counts(found: ComparedPair) -> Reason | None:
     if counts.n_signed_zero == counts.n_differing:
         return Reason("signed-zero", "only zeros of the other sign; every value is the same")
     return None
+
+
+def _untyped(found: ComparedPair) -> Reason | None:
+    """The same bytes, of which one side does not say what they are, as numpy does of bfloat16."""
+    nameless = next((kind.name for kind in (found.dtype_a, found.dtype_b) if kind.kind == "opaque"), None)
+    if nameless is None or found.tally.n_differing or found.dtype_a.bits != found.dtype_b.bits:
+        return None
+    return Reason("untyped", f"every byte is the same; {nameless} names no type")
 
 
 def _cast(found: ComparedPair) -> Reason | None:

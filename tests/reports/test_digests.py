@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.numpy import save_file
 
 from tests.reports.conftest import FIXTURES, Ckpt
@@ -66,3 +67,19 @@ def test_w4_copies_of_other_layouts(tmp_path: Path, ckpt: Ckpt) -> None:
     assert ckpt("export", DCP, tmp_path / "hf").status == 0
     assert ckpt("verify", tmp_path / "tp2", "--manifest", manifest, "--require-all").status == 0
     assert "37 of 134 recorded tensors" in ckpt("verify", tmp_path / "hf", "--manifest", manifest).text
+
+
+def test_w4_a_container_without_the_type(tmp_path: Path, ckpt: Ckpt) -> None:
+    """W4: numpy knows bfloat16 by its width alone; the digests that an export wrote hold for what it wrote."""
+    torch.save({"w": torch.arange(6).bfloat16(), "v": torch.ones(2)}, tmp_path / "a.pt")
+    assert ckpt("export", tmp_path / "a.pt", tmp_path / "b.npz").status == 0
+    checked = ckpt("verify", tmp_path / "b.npz", "--manifest", tmp_path / "b.npz.digests.json", "--require-all")
+    assert (checked.status, "w has the recorded bytes; V2 is no type" in checked.text) == (0, True)
+    differ = ckpt("diff", tmp_path / "a.pt", tmp_path / "b.npz")
+    assert (differ.status, "why: every byte is the same; V2 names no type" in differ.text) == (1, True)
+    raw = (tmp_path / "b.npz").read_bytes()
+    at = raw.index(torch.arange(6).bfloat16().view(torch.int16).numpy().tobytes())
+    (tmp_path / "c.npz").write_bytes(raw[:at] + b"\1" + raw[at + 1 :])
+    checked = ckpt("verify", tmp_path / "c.npz", "--manifest", tmp_path / "b.npz.digests.json")
+    assert (checked.status, "digest-mismatch" in checked.out) == (1, True)
+    assert "untyped" not in ckpt("diff", tmp_path / "a.pt", tmp_path / "c.npz").text
