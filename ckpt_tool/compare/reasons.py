@@ -51,7 +51,25 @@ def explain(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer) -> Re
     plain = _of_counts(found)
     if plain is not None:
         return plain
-    return None if found.probe is None else _first_that_holds(found.dtype_a, found.probe, a, b, confirmer)
+    if found.probe is None:
+        return None
+    return _first_that_holds(found.dtype_a, found.probe, a, b, confirmer) or _partly_zero(found, a, b, confirmer)
+
+
+def _partly_zero(found: ComparedPair, a: Place, b: Place, confirmer: Confirmer) -> Reason | None:
+    """Zeros where the other side has values, the same elsewhere: what a save leaves that lost a part."""
+    counts = found.tally
+    if counts.max_rel != 1.0 or counts.n_non_finite or found.dtype_a.bits not in (8, 16, 32, 64):
+        return None  # a number and zero are exactly as far apart as the number is large
+    for name, is_b in (("A", False), ("B", True)):
+
+        def fits(one: Bits, other: Bits, *, is_b: bool = is_b) -> bool:
+            return bool(((one == other) | ((other if is_b else one) == 0)).all())
+
+        if confirmer.elementwise(a, b, fits):
+            text = f"{name} is zero in all {counted(counts.n_differing, 'element')} that differ"
+            return Reason("partly-zero", text)
+    return None
 
 
 def _first_that_holds(kind: DType, probe: Probe, a: Place, b: Place, confirmer: Confirmer) -> Reason | None:

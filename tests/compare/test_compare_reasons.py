@@ -331,3 +331,36 @@ def test_reasons_can_be_left_out() -> None:
     """Without reasons nothing is read twice."""
     a = random(20, 12)
     assert reason(a, -a, reasons=False) is None
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", ml_dtypes.bfloat16, "int64"])
+@pytest.mark.parametrize("is_b", [False, True])
+def test_a_part_that_is_zero(kind: Any, is_b: bool) -> None:
+    """A tail that was lost in saving is zero on one side, and values elsewhere."""
+    whole = (1 + np.abs(random(12, 10)) * 9).astype(kind)
+    cut = whole.copy()
+    cut.reshape(-1)[77:] = 0
+    why = reason(whole, cut) if is_b else reason(cut, whole)
+    assert why == ("partly-zero", f"{'B' if is_b else 'A'} is zero in all 43 elements that differ")
+    cut.reshape(-1)[3] = 7
+    assert reason(whole, cut) is None
+
+
+def test_layers_that_moved_under_another_front() -> None:
+    """Stacks whose names begin otherwise on one side are the same stacks."""
+    layers = {n: random(4, 4, seed=n) for n in range(4)}
+    a = {f"model.layers.{n}.w": each for n, each in layers.items()} | {"model.norm.w": random(4, 5)}
+    b = {f"model.model.layers.{n + 1}.w": each for n, each in layers.items()} | {"model.model.norm.w": random(4, 5)}
+    report = diff(opened(a), opened(b))
+    whys = {None if each.reason is None else each.reason.text for each in report.tensors if each.status != "same"}
+    assert whys == {"B's model.layers.1 to 4 are A's 0 to 3: B's model.layers.1 is A's model.layers.0"}
+    assert report.hint is None
+
+
+def test_names_of_other_shapes_are_no_hint() -> None:
+    """A fused tensor is none of its parts, whatever the names have in common."""
+    a = {f"h.{n}.{part}_proj.w": random(4, 4) for n in range(3) for part in ("q", "k")}
+    b = {f"h.{n}.qk_proj.w": random(8, 4) for n in range(3)}
+    assert diff(opened(a), opened(b)).hint is None
+    renamed = {f"h.{n}.query_proj.w": random(4, 4) for n in range(3)}
+    assert "'query_proj.' in B" in (diff(opened({k: v for k, v in a.items() if "q_" in k}), opened(renamed)).hint or "")

@@ -158,8 +158,13 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
             is_quick=quick,
             compared_nbytes=comparison.compared_nbytes,
             seconds=time.perf_counter() - started,
-            hint=pairing.hint.text if pairing.hint else None,
+            hint=pairing.hint.text if pairing.hint and not _are_explained(tensors) else None,
         )
+
+
+def _are_explained(tensors: Sequence[TensorDiff]) -> bool:
+    """Whether a reason is known for every tensor that one side lacks, which other names would only hide."""
+    return all(tensor.reason is not None for tensor in tensors if tensor.status.startswith("only"))
 
 
 def _digest_side(

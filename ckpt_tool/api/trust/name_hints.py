@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.records import dataclass
@@ -35,12 +35,15 @@ class NameHint:
         return f"{self.said}: {self.options} pairs them"
 
 
-def name_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
+def name_hint(
+    a: Sequence[str], b: Sequence[str], *, alike: Callable[[str, str], bool] | None = None
+) -> NameHint | None:
     r"""What explains at least half of the names that only one side has; None where nothing does.
 
     Args:
         a: names that only A has; of very many some are looked at.
         b: names that only B has.
+        alike: whether a name of A and one of B can mean one tensor, by their shapes; None where shapes say nothing.
 
     >>> name_hint(["w.0", "w.1"], ["student.w.0", "student.w.1"]).text
     "names of B have 'student.' in front of those of A: --strip-prefix student. pairs them"
@@ -57,8 +60,11 @@ def name_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
     within: set[tuple[str, str]] = set()
     names = _some(a)
     for name in names:
-        front, met = next(((front, fronts[tail]) for front, tail in _tails(name) if tail in fronts), ("", set[str]()))
+        nothing = "", "", set[str]()
+        front, end, met = next(((front, t, fronts[t]) for front, t in _tails(name) if t in fronts), nothing)
         for other in met if len(met) <= _MAX_FRONTS else ():
+            if alike is not None and not alike(name, other + end):
+                continue
             common, apart = _apart(front, other)
             votes[apart] += 1
             if common:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_tool.compare.confirm import Confirmer, Place
@@ -53,8 +54,9 @@ class NeighbourFinder:
         self._found = found
         self._place = place
         self._confirmer = confirmer
+        self._fronts = _fronts([(a.tensors.fqns[pair.row_a], b.tensors.fqns[pair.row_b]) for pair in pairs])
         self._moved: dict[str, dict[int, int]] = {}
-        """By stack: which layer of A each layer of B is that holds another one."""
+        """By stack, as A calls it: which layer of A each layer of B is that holds another one."""
         self._tried = set[str]()
         self._numbers: tuple[dict[bytes, list[int]], dict[bytes, list[int]]] = ({}, {})
         for number, each in enumerate(found):
@@ -109,7 +111,9 @@ class NeighbourFinder:
         """A reason as it reads once all layers are known that hold another one: which layers of B are which of A."""
         if reason is None or reason.kind not in ("off-by-one-layer", "renumbered"):
             return reason
-        stack = max((each for each in self._moved if fqn.startswith(f"{each}.")), key=len, default="")
+        names = (fqn, _as_other(fqn, self._fronts[::-1]))
+        stacks = (each for each in self._moved if any(name.startswith(f"{each}.") for name in names))
+        stack = max(stacks, key=len, default="")
         return Reason(reason.kind, _moved_text(stack, self._moved[stack])) if stack else reason
 
     def _of_layers(self, layers: _Layers) -> Reason:
@@ -122,6 +126,7 @@ class NeighbourFinder:
         Where no other tells, the next layers are looked at, for one tensor of each stack.
         """
         fqn = self._manifests[side].tensors.fqns[row]
+        fqn = fqn if side == 0 else _as_other(fqn, self._fronts[::-1])
         for at in _NUMBER.finditer(fqn):
             stack, number, rest = fqn[: max(at.start() - 1, 0)], int(at[0]), fqn[at.end() :]
             steps = {other - own for own, other in self._moved.get(stack, {}).items()}
@@ -137,9 +142,9 @@ class NeighbourFinder:
         return None
 
     def _is_called(self, name: str, side: int, row: int) -> bool:
-        """Whether the other side has a tensor under a name that is equal to one of this side."""
+        """Whether the other side has a tensor under a name, as A calls it, that is equal to one of this side."""
         tensors, others = self._manifests[side].tensors, self._manifests[1 - side].tensors
-        there = others.index.get(name)
+        there = others.index.get(name if side == 1 else _as_other(name, self._fronts))
         if there is None or tensors.dtypes[row].bits % 8:
             return False
         if (others.dtypes[there], others.shape_of(there)) != (tensors.dtypes[row], tensors.shape_of(row)):
@@ -169,6 +174,34 @@ class NeighbourFinder:
 
     def _fqn(self, side: int, number: int) -> str:
         return self._manifests[side].tensors.fqns[self._row(side, number)]
+
+
+def _fronts(names: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """What most names of A and of B begin with before they are alike; two empty ones where they are the same.
+
+    >>> _fronts([("h.0.w", "model.h.0.w"), ("n.w", "model.n.w")]), _fronts([("a.w", "a.w")])
+    (('', 'model.'), ('', ''))
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for one, other in names:
+        tail = next((one[at:] for at in _starts(one) if other.endswith(one[at:]) and _is_start(other, one[at:])), None)
+        if tail is not None:
+            found[one[: len(one) - len(tail)], other[: len(other) - len(tail)]] += 1
+    return max(found, key=lambda fronts: found[fronts], default=("", ""))
+
+
+def _starts(name: str) -> list[int]:
+    """Where a name and the parts of it begin that follow a dot."""
+    return [0, *(at.end() for at in re.finditer(r"\.", name))]
+
+
+def _is_start(name: str, tail: str) -> bool:
+    return len(name) == len(tail) or name[-len(tail) - 1] == "."
+
+
+def _as_other(fqn: str, fronts: tuple[str, str]) -> str:
+    """A name with the second front in place of the first."""
+    return fronts[1] + fqn.removeprefix(fronts[0]) if fqn.startswith(fronts[0]) else fqn
 
 
 def _layers(fqn: str, other: str) -> _Layers | None:

@@ -123,8 +123,13 @@ def pair_tensors(
 
 
 def _hint(a: Manifest, b: Manifest, left_a: Sequence[int], left_b: Sequence[int], mapped: NameMap) -> NameHint | None:
-    names = [[mapped(side.tensors.fqns[row]) for row in left] for side, left in ((a, left_a), (b, left_b))]
-    return family_hint(*names) or name_hint(*names)
+    rows = [{mapped(side.tensors.fqns[row]): row for row in left} for side, left in ((a, left_a), (b, left_b))]
+
+    def alike(name: str, other: str) -> bool:
+        return a.tensors.shape_of(rows[0][name]) == b.tensors.shape_of(rows[1][other])
+
+    names = [list(side) for side in rows]
+    return family_hint(*names) or name_hint(*names, alike=alike)
 
 
 def _names(manifest: Manifest, rows: Sequence[int], mapped: NameMap) -> dict[str, int]:
