@@ -10,13 +10,14 @@ from ckpt_tool.api.convert.unequal import apply_unequal, parse_unequal, settle_u
 from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.errors import CoverageError, Unsupported
 from ckpt_tool.manifest.finding import Severity
+from ckpt_tool.manifest.missing import names_of_missing, needed_files, without_missing
 from ckpt_tool.manifest.model import Blob, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.select import OF_TYPES, matching, select, texts
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted, shell_word
+from ckpt_tool.sizes import counted, shell_word, some_of
 
 __all__ = ["Selection", "no_tensors", "select_tensors"]
 
@@ -108,19 +109,26 @@ def select_tensors(
     include, exclude = texts(include), texts(exclude)
     sections = None if sections is None else texts(sections)
     manifest = checkpoint.manifest
-    missing = manifest.info.get("missing_files") or ()
+    missing = needed_files(manifest, include=include, exclude=exclude, sections=sections)
     if missing:
-        named = ", ".join(str(path) for path in missing[:3])
+        lost = [fqn for names in missing.values() for fqn in names]
+        is_known = all(missing.values())
         raise CoverageError(
-            f"tensors of {counted(len(missing), 'missing file')} would be lost: {named}",
+            f"tensors of {counted(len(missing), 'missing file')} would be lost: {some_of(list(missing))}"
+            + (f"; {'' if is_known else 'among them '}{some_of(lost)}" if lost else ""),
             where=checkpoint.url,
             hint=(
                 f'fetch them; "ckpt verify {shell_word(checkpoint.url)}" lists all, and with --salvage OUT it keeps '
-                "what is left"
+                f"what is left{'; what is left out with --exclude is not missed' if is_known else ''}"
             ),
         )
     left_out = {pattern: _objects_that_fit(manifest, pattern) for pattern in exclude}
-    of_tensors = [pattern for pattern in exclude if not left_out[pattern] or _fits_a_tensor(manifest, pattern)]
+    absent = names_of_missing(manifest)
+    of_tensors = [
+        pattern
+        for pattern in exclude
+        if _fits_a_tensor(manifest, pattern) or not (left_out[pattern] or matching(pattern, absent))
+    ]
     rows = select(manifest, include=include, exclude=of_tensors, sections=sections or ())
     chosen = set(rows.tolist())
     fqns = [manifest.tensors.fqns[row] for row in rows]
@@ -138,6 +146,10 @@ def select_tensors(
     objects = tuple(row for row in range(len(manifest.blobs)) if row not in gone)
     taken, notes = apply_unequal(only_tensors(checkpoint.resolve(fqns), rows.tolist()), settled)
     notes += _absent(taken, checkpoint.url)
+    if unneeded := manifest.info.get("missing_files"):
+        said = f"{counted(len(unneeded), 'missing file')} held nothing of what was asked for"
+        notes += (f"{said}: {some_of(unneeded)}",)
+        taken = without_missing(taken)
     return Selection(taken, tuple(dropped), notes, objects)
 
 

@@ -26,6 +26,7 @@ from ckpt_tool.formats.bytecheckpoint.section import read_section, section_manif
 from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.merge import merge_manifests
+from ckpt_tool.manifest.missing import missing_facts
 from ckpt_tool.manifest.model import Blob, FileRange, Manifest
 from ckpt_tool.manifest.subset import only_files
 from ckpt_tool.manifest.tables import ChunkTable, IntArray
@@ -98,13 +99,14 @@ class ByteCheckpointReader:
         if not location.is_section:
             named = [(_below(location, folder), part) for folder, part in parts]
             merged = merge_manifests(named, format_name=self.name, root=source.listing.url)
+        lost = _lost_sections(step, location)
         known: dict[str, Any] = {
             "step": location.step,
             "world_size": _world_size(step),
             "folder": location.folder or None,
             "version": next((s.version for s in sections if s.version), None),
             "decomposed": sorted(flat) or None,
-            "missing_files": _lost_sections(step, location) or None,
+            **missing_facts(list(lost), sections=lost),
             "n_empty_chunks": sum(part.info.get("n_empty_chunks", 0) for _, part in parts) or None,
         }
         return merged.replace(
@@ -146,10 +148,10 @@ def _below(location: Location, *names: str) -> str:
     return "/".join(filter(None, (location.folder, *names)))
 
 
-def _lost_sections(step: Source, location: Location) -> list[str]:
-    """Metadata that sections lack although their items are there."""
+def _lost_sections(step: Source, location: Location) -> dict[str, str]:
+    """Metadata that sections lack although their items are there; what all tensors of each are."""
     lost = [] if location.is_section else [name for name in SECTIONS if name not in location.sections]
-    return [_below(location, name, METADATA_NAME) for name in lost if step.listing.match(f"{name}/*.distcp")]
+    return {_below(location, name, METADATA_NAME): name for name in lost if step.listing.match(f"{name}/*.distcp")}
 
 
 def _extra_files(step: Source) -> dict[int, str]:

@@ -12,6 +12,7 @@ from ckpt_tool.formats.deepspeed.modules import Weights
 from ckpt_tool.formats.deepspeed.opened import INFO_FILE, Checkpoint
 from ckpt_tool.formats.deepspeed.placement import Placement
 from ckpt_tool.formats.deepspeed.sharding import Rules
+from ckpt_tool.manifest.missing import missing_facts
 from ckpt_tool.manifest.model import MeshInfo
 from ckpt_tool.sizes import counted
 
@@ -63,7 +64,7 @@ def facts_of(
         "deepspeed_version": _plain(root.get("ds_version")),
         "world_size": found.dp_world_size * found.mp_world_size,
         "model_dtype": None if weights.dtype is None else weights.dtype.name,
-        "missing_files": list(missing),
+        **missing_facts(missing, sections={} if weights.is_stage3 else dict.fromkeys(_optims(found), "optimizer")),
         "absent_weights": built.absent,
         "states_left_out": sorted(set(built.left_out)),
         "replicated": sorted(placement.copies),
@@ -77,6 +78,11 @@ def facts_of(
         "weights_are_masters": weights.is_stage3 and bool(found.optims),
     }
     return {key: value for key, value in facts.items() if type(value) is int or value}
+
+
+def _optims(found: Checkpoint) -> list[str]:
+    """Partitions that are missing; below stage 3 they hold what optimizers keep, and weights are in model states."""
+    return found.files.missing_optims(found.dp_world_size, found.mp_world_size)
 
 
 def values_of_ranks(found: Checkpoint) -> Iterator[tuple[str, int, Any]]:

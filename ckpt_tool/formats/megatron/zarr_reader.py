@@ -29,6 +29,7 @@ from ckpt_tool.geometry.absent import absent_places
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.geometry.runs import contiguous_strides
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.missing import missing_facts
 from ckpt_tool.manifest.model import Blob, Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.tables import ChunkTable, FileTable, IntArray, TensorTable
@@ -129,7 +130,10 @@ class MegatronZarrReader:
         metas, records, entries, missing = [], [], [], {}
         below = f"{location.folder}/" if location.folder else ""
         bare = [key for key, own in files_of.items() if key not in arrays and _are_chunks(own)]
-        lost = dict.fromkeys([*bare, *_lost_arrays(keys, inner.listing.paths)])
+        lost = {
+            f"{below}{key}{_ARRAY}": [named(key, prefix)[0]]
+            for key in [*bare, *_lost_arrays(keys, inner.listing.paths)]
+        }
         for key, array in arrays.items():
             fqn, path = named(key, prefix)
             metas.append(TensorMeta(fqn, array.dtype, array.shape, section_of(path, fqn), path))
@@ -154,7 +158,7 @@ class MegatronZarrReader:
             "key_prefix": prefix or None,
             "int_keyed_dicts": list(common.int_keyed) or None,
             "missing_chunks": missing or None,
-            "missing_files": [f"{below}{key}{_ARRAY}" for key in lost] or None,
+            **missing_facts(list(lost), names=lost),
             "metadata_json": dict(sharded_config(inner)) or None,
         }
         return Manifest(

@@ -25,6 +25,7 @@ from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.safetensors.joined import scalar_findings, shards_beside
 from ckpt_tool.formats.safetensors.names import SHARD_FILE, index_paths, plain_paths
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.missing import held_by_missing, missing_facts
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
@@ -131,15 +132,16 @@ class SafetensorsIndexReader(ResolvedReader):
         tensors, chunks, files = tables(boxes, found.paths, source.listing)
         info, notes = read_companions(source)
         wanted = found.index.weight_map if found.index else {}
-        lost = {path for fqn, path in wanted.items() if fqn not in taken_from}
-        missing = [p for p in found.index.files if p in lost and p not in source.listing] if found.index else []
+        lost = {fqn: path for fqn, path in wanted.items() if fqn not in taken_from}
+        gone = set(lost.values()).difference(source.listing.sizes)
+        missing = [path for path in found.index.files if path in gone] if found.index else []
         missing = list(dict.fromkeys([*missing, *missing_names(found.paths)]))
         findings = source.remember(_FINDINGS, _findings(found, source.listing))
         notes = [*_notes(found, findings, source.listing), *notes, *tied_note(info, tensors.index)]
         info = {
             "index": found.index.path if found.index else None,
             "metadata": dict(found.headers[0].metadata) if found.headers else {},
-            **({"missing_files": missing} if missing else {}),
+            **missing_facts(missing, names=held_by_missing(lost, missing)),
             **({"left_out": list(found.variants)} if found.variants else {}),
             **info,
         }

@@ -20,6 +20,7 @@ from ckpt_tool.formats._torch_file.findings import archive_findings, shared_byte
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.missing import held_by_missing, missing_facts
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass
@@ -106,8 +107,9 @@ class HfBinReader(TorchFilesReader):
         findings = source.remember(_FINDINGS, _index_findings(found, source))
         faults = [f for f in findings if f.kind not in {"total-size", "stray-file", "no-index"}]
         assembly.notes += [finding.message for finding in faults]
-        lost = {path for fqn, path in found.index.weight_map.items() if fqn not in homes}
-        missing = [path for path in found.index.files if path in lost and path not in source.listing]
+        lost = {fqn: path for fqn, path in found.index.weight_map.items() if fqn not in homes}
+        gone = set(lost.values()).difference(source.listing.sizes)
+        missing = [path for path in found.index.files if path in gone]
         if not found.index.path:
             missing = _missing(found)
             assembly.notes.append(f"no index: the {counted(len(found.files), 'numbered file', 'were')} taken together")
@@ -115,7 +117,7 @@ class HfBinReader(TorchFilesReader):
         assembly.notes += [*variant_notes(found.variants), *notes]
         info = {
             "index": found.index.path or None,
-            **({"missing_files": missing} if missing else {}),
+            **missing_facts(missing, names=held_by_missing(lost, missing)),
             **({"left_out": list(found.variants)} if found.variants else {}),
             **companions,
         }
