@@ -57,6 +57,10 @@ class SharedTarget(Protocol):
         """Remove what was written; what cannot be removed stays a leftover."""
         ...
 
+    def close(self) -> None:
+        """Release connections; what was written stays as it is."""
+        ...
+
 
 def open_shared(
     url: str, token: str, commit_path: str = ".metadata", *, overwrite: bool, durable: bool

@@ -306,7 +306,8 @@ class WriterProcess:
         if error is not None:
             error = self._named(error) if self._place.size > 1 else error
             save.work.give_up()
-            self._jobs.start(save.work.discard, lambda _: None, lambda _: None)
+        last = save.work.close if error is None else save.work.discard
+        self._jobs.start(last, lambda _: None, lambda _: None)
         if forget:
             self._coordinator.forget()
             self._assigned.clear()

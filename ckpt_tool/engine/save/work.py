@@ -103,6 +103,14 @@ class Work:
         self._is_idle.wait()
         with suppress(Exception):
             self._target.discard()
+        self.close()
+
+    def close(self) -> None:
+        """Release what reaches the storage, once nothing is being written by this process any more."""
+        self._is_idle.wait()
+        if "_target" in self.__dict__:  # who was never told what to write has opened nothing
+            with suppress(Exception):
+                self._target.close()
 
     def hurry(self) -> None:
         """Somebody waits: write as this process was started, where the system allows to go back to it."""

@@ -128,6 +128,9 @@ class SharedFolder:
         """Remove the partial folder; what cannot be removed stays a leftover."""
         shutil.rmtree(self.root, ignore_errors=True)
 
+    def close(self) -> None:
+        """Nothing: files are closed as they are finished."""
+
     def _make(self, contents: Sequence[tuple[str, bytes]]) -> None:
         """Small files, and no marker any more: all are written before the first is flushed, which takes the others too.
 

@@ -127,6 +127,11 @@ class SharedParts:
         if not left or any(path.endswith(COMMIT_NAMES) for path in left):  # else the old checkpoint is half gone
             self._place.delete(MARKER_NAME)
 
+    def close(self) -> None:
+        """Close connections."""
+        self._uploads.stop()
+        self._place.close()
+
     def _sent(self, path: str, nbytes: int, receipts: Receipts) -> PartFile:
         """A file that some process has sent."""
         file = PartFile(path, join_url(self.url, path), nbytes, is_last=False)

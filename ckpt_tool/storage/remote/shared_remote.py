@@ -89,6 +89,9 @@ class SharedRemote:
             with suppress(NotFound, CkptError):
                 attempt(partial(self._fs.rm_file, key), where=self.url)
 
+    def close(self) -> None:
+        """Nothing: the client belongs to fsspec, which shares it."""
+
 
 class RemoteFile:
     """One upload."""

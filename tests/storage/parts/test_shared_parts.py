@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -41,6 +42,8 @@ class Place:
 
     url: str
     bucket: Bucket | None
+    opened: ExitStack = field(default_factory=ExitStack)
+    """Closes what a test has opened here."""
 
 
 @pytest.fixture(params=["s3", "hdfs"])
@@ -52,14 +55,18 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setitem(sys.modules, "hdfs_native", fake_module(Cluster()))
         monkeypatch.setattr(hdfs_client, "_check_answers", lambda _: None)
         monkeypatch.setattr(hdfs_place, "PART_LIMITS", limits)
-        yield Place("hdfs://nn/run/step-2", None)
+        place = Place("hdfs://nn/run/step-2", None)
+        with place.opened:
+            yield place
         return
     monkeypatch.setattr(s3_place, "PART_LIMITS", limits)
     with s3_server() as (endpoint, bucket):
         bucket.min_part_bytes = PART
         for name, value in s3_environment(endpoint).items():
             monkeypatch.setenv(name, value)
-        yield Place(f"s3://{BUCKET}/run/step-2", bucket)
+        place = Place(f"s3://{BUCKET}/run/step-2", bucket)
+        with place.opened:
+            yield place
 
 
 @pytest.fixture
@@ -71,7 +78,10 @@ def s3(place: Place) -> Bucket:
 
 def targets(place: Place, token: str = "00000001", *, overwrite: bool = True) -> list[SharedTarget]:
     """Those of two processes of one save."""
-    return [open_shared(place.url, token, overwrite=overwrite, durable=True) for _ in OF_RANK]
+    opened = [open_shared(place.url, token, overwrite=overwrite, durable=True) for _ in OF_RANK]
+    for target in opened:
+        place.opened.callback(target.close)
+    return opened
 
 
 def sent(target: SharedTarget, files: dict[str, bytes]) -> dict[str, Any]:
@@ -104,7 +114,21 @@ def found(url: str) -> dict[str, bytes]:
         store, listing = open_store(url)
     except NotFound:
         return {}
-    return {path: store.read(path, 0, nbytes) for path, nbytes in listing.sizes.items()}
+    with closing(store):
+        return {path: store.read(path, 0, nbytes) for path, nbytes in listing.sizes.items()}
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_connections_end_with_the_target(place: Place, s3: Bucket) -> None:
+    """Not when somebody looks for garbage: a job saves for weeks. What was written stays."""
+    target = targets(place)[0]
+    said = sent(target, OF_RANK[0])
+    client = target._place._client._http  # type: ignore[attr-defined]
+    assert client._idle
+    target.close()
+    assert not client._idle
+    assert said.keys() == OF_RANK[0].keys()
+    assert len(s3.uploads) == 1
 
 
 def test_nothing_is_seen_before_the_commit(place: Place) -> None:
@@ -203,7 +227,7 @@ def test_given_up(place: Place) -> None:
 def test_killed(place: Place) -> None:
     """What it leaves is an incomplete step; `clean` removes it with its parts, and the next save does not need that."""
     run = place.url.rpartition("/")[0]
-    save(Place(f"{run}/step-1", place.bucket))
+    save(replace(place, url=f"{run}/step-1"))
     for target, files in zip(targets(place), OF_RANK, strict=True):
         sent(target, files)
     (step,) = [step for step in ckpt_tool.ls(run).steps if step.step == 2]
@@ -213,7 +237,7 @@ def test_killed(place: Place) -> None:
     assert left.nbytes >= sum(len(data) for files in OF_RANK for data in files.values())
     save(place, "00000002")
     assert found(place.url) == WHOLE
-    for target, files in zip(targets(Place(f"{run}/step-3", None)), OF_RANK, strict=True):
+    for target, files in zip(targets(replace(place, url=f"{run}/step-3")), OF_RANK, strict=True):
         sent(target, files)
     assert ckpt_tool.clean(run, dry_run=False, min_age_s=1e12).leftovers[-1].is_recent
     assert ckpt_tool.clean(run, dry_run=False).removed
