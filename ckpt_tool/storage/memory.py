@@ -30,7 +30,7 @@ class MemoryStore:
         self._files = dict(files)
         self._is_closed = False
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:  # noqa: ARG002 - it is what it always was
         """All files."""
         return Listing(self.url, {path: len(data) for path, data in sorted(self._files.items())})
 

@@ -51,9 +51,9 @@ class RememberingStore:
         """As the inner one's."""
         return self._inner.cost
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """As the inner one's."""
-        return self._inner.listing()
+        return self._inner.listing(anew=anew)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``: one request, or none."""

@@ -50,6 +50,8 @@ class Listing:
     """Folders that nothing lies in, where the storage has folders."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Links to folders, and links to nothing: path, and where it leads to, relative to the root where it lies below."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """What the storage calls the content of each file, another for another content, where it has such names."""
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -109,8 +111,8 @@ class Store(Protocol):
         """What requests cost here."""
         ...
 
-    def listing(self) -> Listing:
-        """All files below the root; one listing call per folder or page, cached."""
+    def listing(self, *, anew: bool = False) -> Listing:
+        """All files below the root; one listing call per folder or page, cached. ``anew`` asks again, as for once."""
         ...
 
     def read(self, path: str, offset: int, length: int) -> bytes:

@@ -37,9 +37,9 @@ class SummingStore:
         self._ending: dict[str, dict[int, _Range]] = {}
         self._local = threading.local()
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """As ``inner``."""
-        return self._inner.listing()
+        return self._inner.listing(anew=anew)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """As ``inner``, and summed."""

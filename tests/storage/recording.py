@@ -45,9 +45,9 @@ class RecordingStore:
         with self._lock:
             self._calls.clear()
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """Listing of ``inner``; not recorded."""
-        return self._inner.listing()
+        return self._inner.listing(anew=anew)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """As ``inner``; one call."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +33,8 @@ class Bucket:
     """Method, path with query, status."""
     page_size: int = 1000
     min_part_bytes: int = MIN_PART_BYTES
+    answers: Callable[[_Handler], bool] | None = None
+    """Asked before the server does what is usual: True, where it has answered a request by itself."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, method: str, text: str = "") -> int:
@@ -54,6 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = {k: v[0] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
         name, _, key = unquote(parts.path)[1:].partition("/")
         with self.bucket.lock:
+            if self.bucket.answers is not None and self.bucket.answers(self):
+                return
             if "AWS4-HMAC-SHA256 Credential=" not in self.headers.get("authorization", ""):
                 self._error(403, "AccessDenied")
             elif hashlib.sha256(body).hexdigest() != self.headers["x-amz-content-sha256"]:
@@ -147,14 +151,15 @@ class _Handler(BaseHTTPRequestHandler):
             names.setdefault(key if cut < 0 else key[: cut + 1], cut < 0)
         rows = [name for name in sorted(names) if name > query.get("continuation-token", "")]
         page = rows[: self.bucket.page_size]
-        text = f"<IsTruncated>{str(len(rows) > len(page)).lower()}</IsTruncated>"
+        text = "<EncodingType>url</EncodingType>" if query.get("encoding-type") == "url" else ""
+        text += f"<IsTruncated>{str(len(rows) > len(page)).lower()}</IsTruncated>"
         if len(rows) > len(page):
             text += f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
         for name in page:
             if names[name]:
                 text += (
                     f"<Contents><Key>{quote(name)}</Key><Size>{len(self.bucket.objects[name])}</Size>"
-                    f"<LastModified>{MODIFIED}</LastModified></Contents>"
+                    f"<LastModified>{MODIFIED}</LastModified><ETag>{_etag(self.bucket.objects[name])}</ETag></Contents>"
                 )
             else:
                 text += f"<CommonPrefixes><Prefix>{quote(name)}</Prefix></CommonPrefixes>"

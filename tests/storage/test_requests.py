@@ -131,11 +131,16 @@ def test_one_tensor_of_many_files(bucket: Bucket, tmp_path: Path, kind: str) -> 
 def test_a_check_reads_what_it_needs_once(
     bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, level: str
 ) -> None:
-    """A listing, the index, the config and ten files, however many parts of it look at their heads and directories."""
+    """A listing, the index, the config and ten files, however many parts of it look at their heads and directories.
+
+    Where every byte was read there is another listing, which says that all are still of one version.
+    """
     make_shards(tmp_path / kind, kind)
     bucket.objects |= objects_of(tmp_path / kind, "source")
     traffic = counted(capsys, "verify", SOURCE, level)
-    assert (traffic["n_requests"], traffic["received_nbytes"]) == (13, sum(map(len, bucket.objects.values())))
+    n_listings = 1 + (level == "--full")
+    assert (traffic["n_requests"], traffic["n_listings"]) == (12 + n_listings, n_listings)
+    assert traffic["received_nbytes"] == sum(map(len, bucket.objects.values()))
 
 
 def test_no_checkpoint_is_replaced_by_a_side_file(bucket: Bucket, tmp_path: Path) -> None:

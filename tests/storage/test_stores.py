@@ -147,8 +147,8 @@ class TestHdfsStore(StoreTests):
 class _PartsHidden(MemoryStore):
     """A memory store whose listing leaves out what begins with a dot, so that only decoded files count."""
 
-    def listing(self) -> Listing:
-        inner = super().listing()
+    def listing(self, *, anew: bool = False) -> Listing:
+        inner = super().listing(anew=anew)
         return Listing(inner.url, {path: size for path, size in inner.sizes.items() if not path.startswith(".")})
 
 

@@ -36,22 +36,27 @@ class HdfsStore:
         self._listing: Listing | None = None
         self._is_closed = False
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """All files below the root, or the entry and its siblings, with their times; cached.
 
         Raises:
             NotFound: nothing is below the root.
         """
         with self._lock:
+            if anew:
+                return self._listed()
             if self._listing is None:
-                found = [f for f in self._client.files(self._root or "/", deep=self._entry is None) if not f.is_folder]
-                files = {f.path[len(self._root) + 1 :]: f for f in found}
-                if not files:
-                    raise NotFound("nothing is here", where=self.url)
-                sizes = {path: files[path].nbytes for path in sorted(files)}
-                times = {path: f.modified for path, f in files.items()}
-                self._listing = Listing(self.url, sizes, self._entry, times)
+                self._listing = self._listed()
             return self._listing
+
+    def _listed(self) -> Listing:
+        found = [f for f in self._client.files(self._root or "/", deep=self._entry is None) if not f.is_folder]
+        files = {f.path[len(self._root) + 1 :]: f for f in found}
+        if not files:
+            raise NotFound("nothing is here", where=self.url)
+        sizes = {path: files[path].nbytes for path in sorted(files)}
+        times = {path: f.modified for path, f in files.items()}
+        return Listing(self.url, sizes, self._entry, times)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``; the first time the name node is asked too."""

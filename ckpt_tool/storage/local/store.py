@@ -62,7 +62,7 @@ class LocalStore:
         self._links: dict[str, str] = {}
         self._handles = Handles(self._open, limit=MAX_OPEN_FILES)
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """All regular files at most ``MAX_DEPTH`` folders down, links to files included; cached.
 
         Links to folders are followed only where they lead to a folder below the root that was not listed before, so
@@ -73,7 +73,7 @@ class LocalStore:
             StorageError: a folder cannot be read.
             UsageError: more than ``MAX_FILES`` files, which no checkpoint has.
         """
-        return self._listing
+        return LocalStore(self._root, entry=self._entry, url=self.url).listing() if anew else self._listing
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``: one request."""

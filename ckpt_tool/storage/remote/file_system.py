@@ -15,7 +15,7 @@ from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.storage.remote.retry import first_line, is_from_storage, shown
 from ckpt_tool.storage.urls import scheme_of
 
-__all__ = ["modified_of", "open_remote"]
+__all__ = ["modified_of", "open_remote", "tag_of"]
 
 _EXTRAS = {"gs": "gs", "gcs": "gs"}
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
@@ -69,6 +69,16 @@ def modified_of(info: Mapping[str, Any]) -> float | None:
         if isinstance(value, int | float):
             return float(value)
     return None
+
+
+def tag_of(info: Mapping[str, Any]) -> str | None:
+    """What the server calls a listed file's content, another for another content; None where it does not say.
+
+    >>> tag_of({"name": "a", "ETag": '"5"'}), tag_of({"generation": 7}), tag_of({"etag": None})
+    ('"5"', '7', None)
+    """
+    found = next((info[key] for key in ("ETag", "etag", "generation", "md5Hash") if info.get(key)), None)
+    return None if found is None else str(found)
 
 
 def _remedy(scheme: str) -> str | None:

@@ -5,23 +5,31 @@ Bytes of an answer go straight into the caller's buffer where there is one.
 
 from __future__ import annotations
 
+import base64
 import errno
 import http.client
 import os
+import re
 import threading
 import urllib.request
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from functools import cached_property
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 
-__all__ = ["TIMEOUT_S", "HttpClient", "HttpStatusError", "Response", "ShortAnswerError", "silence_s"]
+if TYPE_CHECKING:
+    import ssl  # 10 ms of start-up, for those who speak https
+
+__all__ = ["TIMEOUT_S", "HttpClient", "HttpStatusError", "Response", "ShortAnswerError", "server_of", "silence_s"]
 
 TIMEOUT_S = 60.0
 """A server that neither takes nor sends a byte for so long is given up. ``CKPT_TIMEOUT_S`` says otherwise."""
 _MAX_IDLE = 64
+_HOST = re.compile(r"[^\s/?#]+")
 _NO_TLS = {
     "CERTIFICATE_VERIFY_FAILED": "name the certificates to trust in AWS_CA_BUNDLE or SSL_CERT_FILE",
     "WRONG_VERSION_NUMBER": "this port may speak http://, not https://",
@@ -50,9 +58,12 @@ def silence_s() -> float:
 class HttpStatusError(OSError):
     """The server answered with an error."""
 
-    def __init__(self, status: int, code: str, text: str, *, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, status: int, code: str, text: str, *, headers: Mapping[str, str], hint: str | None = None
+    ) -> None:
         super().__init__(f"{status} {code}: {text}" if text else f"{status} {code}")
         self.status = status
+        self.hint = hint
         self.code = code
         """The name that the protocol has for it, or the reason phrase."""
         self.headers = headers
@@ -84,21 +95,28 @@ class Response:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class _Proxy:
+    """Where requests go instead of to the server itself."""
+
+    name: str
+    port: int
+    password: str | None = None
+    """What it wants to hear of who asks, as a header has it."""
+
+
 class HttpClient:
     """Connections to the server of ``url`` (scheme, host and port). Safe to use from several threads."""
 
     def __init__(self, url: str, *, ca_file: str | None = None, timeout_s: float | None = None) -> None:
-        parts = urlsplit(url)
-        self.is_secure = parts.scheme == "https"
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise UsageError("expected an http:// or https:// address", where=url)
+        scheme, self._name, self._port = server_of(url)
+        self.is_secure = scheme == "https"
         usual = 443 if self.is_secure else 80
-        self._name, self._port = parts.hostname, parts.port or usual
         named = f"[{self._name}]" if ":" in self._name else self._name
         self.host = named if self._port == usual else f"{named}:{self._port}"
-        self._proxy = _proxy_of(parts.scheme, self.host)
+        self._proxy = _proxy_of(scheme, self.host)
         self._ca_file = ca_file
         self._timeout_s = silence_s() if timeout_s is None else timeout_s
 
@@ -176,6 +194,8 @@ class HttpClient:
         is_direct = self._proxy is None or self.is_secure
         full = target if is_direct else f"http://{self.host}{target}"
         connection.putrequest(method, full, skip_host=True, skip_accept_encoding=True)
+        if not is_direct and self._proxy is not None and self._proxy.password is not None:
+            connection.putheader("proxy-authorization", self._proxy.password)
         for name, value in headers.items():
             connection.putheader(name, value)
         if "host" not in headers:
@@ -213,16 +233,29 @@ class HttpClient:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        name, port = self._proxy or (self._name, self._port)
+        proxy = self._proxy
+        name, port = (self._name, self._port) if proxy is None else (proxy.name, proxy.port)
         if not self.is_secure:
             return http.client.HTTPConnection(name, port, timeout=self._timeout_s, blocksize=1 << 20)
+        secure = http.client.HTTPSConnection(
+            name, port, timeout=self._timeout_s, context=self._context, blocksize=1 << 20
+        )
+        if proxy is not None:
+            headers = {} if proxy.password is None else {"proxy-authorization": proxy.password}
+            secure.set_tunnel(self._name, self._port, headers)
+        return secure
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext:
+        """Whose certificates are trusted; made once, for it takes longer than a request."""
         import ssl
 
-        context = ssl.create_default_context(cafile=self._ca_file)
-        secure = http.client.HTTPSConnection(name, port, timeout=self._timeout_s, context=context, blocksize=1 << 20)
-        if self._proxy is not None:
-            secure.set_tunnel(self._name, self._port)
-        return secure
+        try:
+            return ssl.create_default_context(cafile=self._ca_file)
+        except OSError as error:
+            hint = "AWS_CA_BUNDLE, or ca_bundle of a profile, names a file of certificates in PEM"
+            reason = error.strerror or str(error)
+            raise UsageError(f"no certificates can be read: {reason}", where=self._ca_file, hint=hint) from error
 
     def _give_back(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -232,13 +265,44 @@ class HttpClient:
         connection.close()
 
 
-def _proxy_of(scheme: str, host: str) -> tuple[str, int] | None:
-    """Host and port of the proxy that the environment names for this server, None where it names none."""
+def server_of(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of an address.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:  # a port that is no number, brackets that do not close
+        raise UsageError(f"is no address: {error}", where=url) from error
+    if parts.scheme not in {"http", "https"} or not parts.hostname or not _HOST.fullmatch(parts.hostname):
+        raise UsageError("expected an http:// or https:// address", where=url)
+    return parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80)
+
+
+def _proxy_of(scheme: str, host: str) -> _Proxy | None:
+    """The proxy that the environment names for this server, None where it names none.
+
+    Raises:
+        UsageError: what it names is no address, or a proxy of another kind.
+    """
     url = urllib.request.getproxies().get(scheme)
-    if url is None or urllib.request.proxy_bypass(host):
+    if not url or urllib.request.proxy_bypass(host):
         return None
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    return (parts.hostname, parts.port or 80) if parts.hostname else None
+    where = f"{scheme}_proxy"
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        name, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"names no proxy: {error}", where=where) from error
+    if parts.scheme != "http" or not name:
+        hint = "NO_PROXY=HOST goes there without one"
+        raise UsageError(f"expected a proxy that speaks http://, got {parts.scheme}://", where=where, hint=hint)
+    if parts.username is None:
+        return _Proxy(name, port or 80)
+    words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return _Proxy(name, port or 80, "Basic " + base64.b64encode(words.encode()).decode())
 
 
 def _lower(answer: http.client.HTTPResponse) -> dict[str, str]:

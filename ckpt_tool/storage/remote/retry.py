@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ckpt_tool.errors import CkptError, NotFound, StorageError
@@ -26,10 +26,10 @@ MAX_PAUSE_S = 5.0
 _CLIENTS = frozenset({"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3"})
 _TRANSIENT_CODES = frozenset(
     {
-        "BadDigest", "IncompleteBody", "InvalidPart", "MalformedXML", "RequestTimeout", "SlowDown",
-        "XAmzContentSHA256Mismatch",
+        "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InvalidPart", "MalformedXML",
+        "OperationAborted", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch",
     }
-)  # fmt: skip  # of S3, whatever the status: the body was hurt on its way, or came too slowly
+)  # fmt: skip  # of S3, whatever the status: the body was hurt on its way or came too slowly, or two met at one object
 _PERMANENT = frozenset(
     {
         errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC,
@@ -38,6 +38,10 @@ _PERMANENT = frozenset(
 )  # fmt: skip
 _PERMANENT_TYPES = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, FileNotFoundError)
 _TRANSIENT_STATUS = frozenset({408, 425, 429})
+_LASTING_STATUS = frozenset({501, 505})
+"""Of the server's own failures those that are no accident."""
+_LONGEST_WAIT_S = 60.0
+"""A server that asks for a longer pause is not waited for."""
 
 
 def shown(url: str) -> str:
@@ -103,15 +107,25 @@ def _tried(call: Callable[[], Result], *, where: str, attempts: int, on_retry: C
             failure = failure_of(error, where)
             if failure is None or failure is error:
                 raise
-            if number >= attempts or not _is_transient(_behind(error)):
+            asked_s = _asked_pause_s(_behind(error))
+            if number >= attempts or asked_s > _LONGEST_WAIT_S or not _is_transient(_behind(error)):
                 if number > 1:
                     failure.message += f" (after {number} attempts)"
+                if asked_s > _LONGEST_WAIT_S:
+                    failure.hint = f"the server asks to come again in {asked_s:,.0f} s"
                 raise failure from error
-        pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), MAX_PAUSE_S)
-        time.sleep(pause_s * (0.5 + random.random()))  # noqa: S311 - spreads clients, guards nothing
+        pause_s = min(FIRST_PAUSE_S * 2 ** (number - 1), MAX_PAUSE_S) * (0.5 + random.random())  # noqa: S311 - spreads clients, guards nothing
+        time.sleep(max(pause_s, asked_s))
         number += 1
         if on_retry is not None:
             on_retry()
+
+
+def _asked_pause_s(error: Exception) -> float:
+    """Seconds that the server asks to wait (``Retry-After``); 0 where it does not, or names an hour instead."""
+    headers = getattr(error, "headers", None)
+    said = headers.get("retry-after") if isinstance(headers, Mapping) else None
+    return float(said) if isinstance(said, str) and said.isdecimal() else 0.0
 
 
 def first_line(error: Exception) -> str:
@@ -153,7 +167,7 @@ def _is_transient(error: Exception) -> bool:
     if getattr(error, "code", None) in _TRANSIENT_CODES:
         return True
     if isinstance(status, int):
-        return status in _TRANSIENT_STATUS or status >= 500
+        return status in _TRANSIENT_STATUS or (status >= 500 and status not in _LASTING_STATUS)
     if isinstance(error, _PERMANENT_TYPES) or "Credential" in type(error).__name__ or "AccessControl" in str(error):
         return False
     # What boto reports it has tried again itself, for ten seconds.

@@ -13,7 +13,7 @@ from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
-from ckpt_tool.storage.remote.file_system import modified_of, open_remote
+from ckpt_tool.storage.remote.file_system import modified_of, open_remote, tag_of
 from ckpt_tool.storage.remote.retry import failure_of, retried, shown
 from ckpt_tool.storage.store import REMOTE_COST, Listing
 from ckpt_tool.storage.traffic import current_traffic
@@ -47,16 +47,17 @@ class FsspecStore:
         self._is_closed = False
         self._traffic = current_traffic()
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """All files below the root, or the entry and its siblings; one request per page, cached.
 
         Raises:
             NotFound: nothing is below the root.
         """
         with self._lock:
+            if anew:
+                return self._listed()
             if self._listing is None:
-                sizes, modified = self._files()
-                self._listing = Listing(self.url, dict(sorted(sizes.items())), self._entry, modified)
+                self._listing = self._listed()
             return self._listing
 
     def read(self, path: str, offset: int, length: int) -> bytes:
@@ -144,11 +145,14 @@ class FsspecStore:
         known = self._listing.sizes.get(path) if self._listing is not None else None
         if known is not None:
             return known
-        info = retried(lambda: self._fs.info(self._key(path)), where=where)
+        size = self._info(path, where).get("size")
+        return None if size is None else int(size)
+
+    def _info(self, path: str, where: str) -> dict[str, Any]:
+        info: dict[str, Any] = retried(lambda: self._fs.info(self._key(path)), where=where)
         if info.get("type") == "directory":
             raise NotFound("no such file, it is a folder", where=where)
-        size = info.get("size")
-        return None if size is None else int(size)
+        return info
 
     def _key(self, path: str) -> str:
         key = f"{self._root}/{check_path(path, root=self.url)}"
@@ -162,8 +166,7 @@ class FsspecStore:
             raise FormatError(f"expected a byte range, got offset {offset:,} and length {length:,}", where=where)
         return where
 
-    def _files(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Size, and time of the last change where the server tells it, of each file."""
+    def _listed(self) -> Listing:
         found: list[dict[str, Any]]
         self._traffic.note(listings=1)
         # fsspec keeps listings; the one from before a file was written elsewhere is wrong.
@@ -174,8 +177,7 @@ class FsspecStore:
             found = []
         else:
             found = retried(lambda: self._fs.ls(self._root, detail=True), where=self.url)
-        sizes: dict[str, int] = {}
-        modified: dict[str, float] = {}
+        infos: dict[str, dict[str, Any]] = {}
         for info in found:
             if not info["name"].startswith(f"{self._root}/"):
                 if info["name"] == self._root:
@@ -184,23 +186,29 @@ class FsspecStore:
                 raise StorageError(message, where=self.url, hint="check the slashes of the URL")
             path = info["name"][len(self._root) + 1 :]
             if info.get("type") == "file" and path and "?" not in path and not path.endswith("/"):
-                size = info.get("size")
-                sizes[path] = int(size) if size is not None else self._required_size(path)
-                seconds = modified_of(info)
-                if seconds is not None:
-                    modified[path] = seconds
-        if self._entry is not None and self._entry not in sizes:
-            sizes[self._entry] = self._required_size(self._entry)
-        if not sizes:
+                infos[path] = info
+        if self._entry is not None:
+            infos.setdefault(self._entry, {})
+        infos = {path: infos[path] if infos[path].get("size") is not None else self._sized(path) for path in infos}
+        if not infos:
             raise NotFound("nothing is here", where=self.url)
-        return sizes, modified
+        times = {path: modified_of(info) for path, info in infos.items()}
+        tags = {path: tag_of(info) for path, info in infos.items()}
+        return Listing(
+            self.url,
+            {path: int(infos[path]["size"]) for path in sorted(infos)},
+            self._entry,
+            {path: seconds for path, seconds in times.items() if seconds is not None},
+            tags={path: tag for path, tag in tags.items() if tag is not None},
+        )
 
-    def _required_size(self, path: str) -> int:
+    def _sized(self, path: str) -> dict[str, Any]:
+        """What the server tells of a file of which the listing tells no size."""
         where = join_url(self.url, path)
-        size = self._size(path, where)
-        if size is None:
+        info = self._info(path, where)
+        if info.get("size") is None:
             raise StorageError("the server does not tell the file's size", where=where, hint="download the file first")
-        return size
+        return info
 
 
 def open_fsspec(url: str) -> FsspecStore:

@@ -9,48 +9,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import http.client
-import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Literal
-from urllib.parse import unquote
-from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
-from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.remote.http_client import HttpClient, HttpStatusError, Response, ShortAnswerError
 from ckpt_tool.storage.remote.retry import retried
+from ckpt_tool.storage.s3.answers import Page, S3Object, check_range, failure_of, is_whole, page_of, total_of
 from ckpt_tool.storage.s3.credentials import read_settings
 from ckpt_tool.storage.s3.fast_reads import FastReads, fast_reads, takes_key
 from ckpt_tool.storage.s3.signing import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 from ckpt_tool.storage.traffic import current_traffic
 
-__all__ = ["Page", "S3Client", "S3Object", "parsed_xml", "split_s3_url", "xml_text", "xml_time"]
+__all__ = ["S3Client", "split_s3_url"]
 
 _NO_STATUS: frozenset[int] = frozenset()
-_TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)$")
-
-
-@dataclass(frozen=True, slots=True)
-class S3Object:
-    """One object as it is listed."""
-
-    key: str
-    nbytes: int
-    modified: float | None
-    """Seconds since 1970."""
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One answer of a listing."""
-
-    objects: tuple[S3Object, ...]
-    folders: tuple[str, ...]
-    """Common prefixes, each with its ``/``, where a delimiter was asked for."""
+_ENDED = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"})
+_MAX_SKEW_S = 600.0
+"""S3 refuses what is signed a quarter of an hour before its own time or behind it."""
 
 
 def split_s3_url(url: str) -> tuple[str, str]:
@@ -58,7 +39,14 @@ def split_s3_url(url: str) -> tuple[str, str]:
 
     >>> split_s3_url("s3://bucket//a/b"), split_s3_url("s3://bucket")
     (('bucket', '/a/b'), ('bucket', ''))
+
+    Raises:
+        UsageError: no text that could be the name of an object.
     """
+    try:
+        url.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("is not UTF-8, as names of objects are", where=url) from error
     bucket, _, key = url.partition("://")[2].partition("/")
     return bucket, key
 
@@ -79,6 +67,8 @@ class S3Client:
         self._lock = threading.Lock()
         self._fast: FastReads | Literal[False] | None = False
         """False until the first read, None where there is none."""
+        self._ahead_s = 0.0
+        """How far the server's clock is before that of this machine, where that is too far for signatures."""
         self._connect()
 
     def pages(self, prefix: str, *, delimiter: str = "") -> Iterator[Page]:
@@ -92,27 +82,24 @@ class S3Client:
         if delimiter:
             query["delimiter"] = delimiter
         while True:
-            tree = self._listed(query)
-            page = Page(
-                tuple(_object(node) for node in tree.iter("Contents")),
-                tuple(unquote(xml_text(node, "Prefix").replace("+", " ")) for node in tree.iter("CommonPrefixes")),
-            )
-            stray = next(
-                (key for key in (*(o.key for o in page.objects), *page.folders) if not key.startswith(prefix)), None
-            )
-            if stray is not None:
-                text = f"the server lists {stray!r}, which does not begin with {prefix!r}"
-                raise StorageError(text, where=self.url_of(prefix), hint="check the slashes of the URL")
+            page = self._listed(query)
             yield page
-            token = xml_text(tree, "NextContinuationToken")
-            if xml_text(tree, "IsTruncated") != "true" or not token:
+            token = page.next_token
+            if token is None:
                 return
+            if token == query.get("continuation-token"):
+                raise StorageError("the listing does not end: its pages repeat", where=self.url_of(prefix))
             query["continuation-token"] = token
 
     def head(self, key: str) -> S3Object | None:
         """The object, None where there is none."""
         answer = self.request("HEAD", key, allowed=frozenset({404}))
-        return None if answer.status == 404 else S3Object(key, int(answer.headers.get("content-length", "0")), None)
+        if answer.status == 404:
+            return None
+        length = answer.headers.get("content-length", "")
+        if not length.isdecimal():
+            raise StorageError("the server does not tell the size", where=self.url_of(key))
+        return S3Object(key, int(length), None, answer.headers.get("etag", ""))
 
     def read_into(self, key: str, offset: int, buffer: memoryview, *, where: str) -> None:
         """Fill ``buffer``, which is not empty, from byte ``offset``: one request.
@@ -136,12 +123,15 @@ class S3Client:
             try:
                 answer = self._send("GET", key, headers={"range": f"bytes={offset}-{last}"}, into=buffer)
             except (ShortAnswerError, HttpStatusError) as error:
-                size = _total(error.headers)
+                size = total_of(error.headers)
                 if size is not None and size < offset + buffer.nbytes:
                     raise _ends_early(where, offset, buffer.nbytes, size) from error
+                if isinstance(error, ShortAnswerError) and is_whole(error.headers, buffer.nbytes):
+                    raise _serves_no_ranges(where) from error
                 raise
             if answer.status == 200 and offset:
-                raise StorageError("the server does not serve byte ranges", where=where)
+                raise _serves_no_ranges(where)
+            check_range(answer.headers, offset, buffer.nbytes)
             self.traffic.note(requests=0, received=buffer.nbytes)
 
         retried(ask, where=where, on_retry=self.traffic.note_retry)
@@ -167,7 +157,7 @@ class S3Client:
     def put(self, key: str, data: bytes | bytearray | memoryview, *, is_new: bool = False) -> bool:
         """Store one object; with ``is_new`` only where none is, and False tells that one is there."""
         headers = {"if-none-match": "*"} if is_new else {}
-        allowed = frozenset({409, 412}) if is_new else _NO_STATUS
+        allowed = frozenset({412}) if is_new else _NO_STATUS
         return self.request("PUT", key, headers=headers, body=data, allowed=allowed).status < 300
 
     def get(self, key: str, length: int | None = None) -> bytes | None:
@@ -207,7 +197,7 @@ class S3Client:
         def ask() -> Response:
             answer = self._send(method, key, query=query, headers=headers, body=body, allowed=allowed)
             if checks_body and answer.status == 200 and b"<Error>" in answer.data:
-                raise _failure(replace(answer, status=500), self.url_of(key))
+                raise failure_of(replace(answer, status=500), self.url_of(key))
             return answer
 
         return retried(ask, where=self.url_of(key), on_retry=self.traffic.note_retry)
@@ -227,16 +217,14 @@ class S3Client:
                 self._fast = fast_reads(self.bucket, self._settings, self._source)
             return self._fast or None
 
-    def _listed(self, query: Mapping[str, str]) -> ET.Element:
-        def ask() -> ET.Element:
-            answer = self._send("GET", "", query=query)
-            try:
-                return parsed_xml(answer.data)
-            except ET.ParseError as error:  # an answer that was cut, where nobody said how long it is
-                raise ShortAnswerError(f"the listing is no XML: {error}") from error
+    def _listed(self, query: Mapping[str, str]) -> Page:
+        where = self.url_of(query["prefix"])
+
+        def ask() -> Page:
+            return page_of(self._send("GET", "", query=query).data, query["prefix"], where)
 
         self.traffic.note(requests=0, listings=1)
-        return retried(ask, where=self.url_of(query["prefix"]), on_retry=self.traffic.note_retry)
+        return retried(ask, where=where, on_retry=self.traffic.note_retry)
 
     def _send(
         self,
@@ -249,18 +237,38 @@ class S3Client:
         into: memoryview | None = None,
         allowed: frozenset[int] = _NO_STATUS,
     ) -> Response:
-        """One attempt, or two where the bucket turns out to lie in another region."""
+        """One attempt, or two where the first tells what was wrong with how it was asked."""
         answer = self._sent_once(method, key, query or {}, headers or {}, body, into)
-        region = answer.headers.get("x-amz-bucket-region")
-        if answer.status in {301, 307, 400} and region and region != self._settings.region:
-            self._move_to(region)
+        if answer.status in {301, 307, 400, 403} and self._has_learned(answer):
             answer = self._sent_once(method, key, query or {}, headers or {}, body, into)
         if answer.status < 300 or answer.status in allowed:
             return answer
-        failure = _failure(answer, f"s3://{self.bucket}")
+        failure = failure_of(answer, f"s3://{self.bucket}")
         if isinstance(failure, NotFound):
             failure.hint = f"{self._settings.endpoint} was asked: check the name, or AWS_ENDPOINT_URL and AWS_PROFILE"
         raise failure
+
+    def _has_learned(self, answer: Response) -> bool:
+        """Whether a refusal tells of another region or another time, or keys that have ended can be had anew."""
+        failure = failure_of(answer, "")
+        region = answer.headers.get("x-amz-bucket-region")
+        if answer.status != 403 and region and region != self._settings.region:
+            self._move_to(region)
+            return True
+        if not self._settings.is_signed:
+            return False
+        if isinstance(failure, HttpStatusError) and failure.code in _ENDED:
+            has_others = self._source.renew()
+            if has_others:
+                with self._lock:
+                    self._fast = False
+            return has_others
+        ahead_s = _ahead(answer.headers.get("date", ""))
+        if answer.status == 403 and ahead_s is not None and abs(ahead_s - self._ahead_s) > _MAX_SKEW_S:
+            with self._lock:
+                self._ahead_s, self._fast = ahead_s, None  # which would sign by the clock of this machine
+            return True
+        return False
 
     def _sent_once(
         self,
@@ -283,6 +291,7 @@ class S3Client:
                 self._source.credentials(), region=settings.region, method=method, host=client.host, path=path,
                 query=text, headers=headers,
                 body_sha256=hashlib.sha256(body).hexdigest() if len(body) else EMPTY_SHA256,
+                seconds=time.time() + self._ahead_s,
             )  # fmt: skip
         self.traffic.note(sent=len(body))
         try:
@@ -295,6 +304,7 @@ class S3Client:
         usual = f"https://s3.{before.region}.amazonaws.com"
         endpoint = f"https://s3.{region}.amazonaws.com" if before.endpoint == usual else before.endpoint
         self._settings = replace(before, region=region, endpoint=endpoint)
+        self._http.close()
         self._connect()
 
     def _connect(self) -> None:
@@ -302,20 +312,8 @@ class S3Client:
         self._http = HttpClient(address, ca_file=self._settings.ca_file)
 
 
-def _failure(answer: Response, bucket_url: str) -> Exception:
-    """What an answer that is no success means."""
-    code, message = answer.headers.get("x-amz-error-code", ""), ""
-    if answer.data.lstrip()[:1] == b"<":
-        try:
-            tree = parsed_xml(answer.data)
-            code, message = xml_text(tree, "Code"), xml_text(tree, "Message")
-        except ET.ParseError:  # a page of some proxy
-            pass
-    if code == "NoSuchBucket":
-        return NotFound("no such bucket", where=bucket_url)
-    return HttpStatusError(
-        answer.status, code or http.client.responses.get(answer.status, ""), message, headers=answer.headers
-    )
+def _serves_no_ranges(where: str) -> StorageError:
+    return StorageError("the server does not serve byte ranges", where=where, hint="copy the files, and open the copy")
 
 
 def _ends_early(where: str, offset: int, length: int, size: int) -> StorageError:
@@ -326,34 +324,9 @@ def _ends_early(where: str, offset: int, length: int, size: int) -> StorageError
     )
 
 
-def _total(headers: Mapping[str, str]) -> int | None:
-    """Size of the whole object, where the answer to a range tells it."""
-    match = _TOTAL.match(headers.get("content-range", ""))
-    return int(match[1]) if match else None
-
-
-def parsed_xml(data: bytes) -> ET.Element:
-    """An XML document with its namespaces taken off, which servers spell differently."""
-    tree = ET.fromstring(data)  # noqa: S314 - see the import
-    for node in tree.iter():
-        node.tag = node.tag.rpartition("}")[2]
-    return tree
-
-
-def xml_text(node: ET.Element, name: str) -> str:
-    """Text of a child, empty where there is none."""
-    return node.findtext(name) or ""
-
-
-def xml_time(node: ET.Element, name: str) -> float | None:
-    """A time in seconds since 1970, None where there is none."""
-    when = xml_text(node, name)
+def _ahead(date: str) -> float | None:
+    """Seconds by which the time that a server tells is before that of this machine; None where it tells none."""
     try:
-        return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp() if when else None
+        return parsedate_to_datetime(date).timestamp() - time.time()
     except ValueError:
         return None
-
-
-def _object(node: ET.Element) -> S3Object:
-    key = unquote(xml_text(node, "Key").replace("+", " "))
-    return S3Object(key, int(xml_text(node, "Size") or 0), xml_time(node, "LastModified"))

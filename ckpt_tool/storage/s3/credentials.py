@@ -20,7 +20,7 @@ from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import StorageError, UsageError
 from ckpt_tool.records import dataclass
-from ckpt_tool.storage.remote.http_client import HttpClient, Response
+from ckpt_tool.storage.remote.http_client import HttpClient, Response, server_of
 from ckpt_tool.storage.remote.retry import retried
 from ckpt_tool.storage.s3.signing import Credentials
 
@@ -75,8 +75,13 @@ def read_settings() -> tuple[S3Settings, SettingsSource]:
     endpoint = _first(
         os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), profile.get("endpoint_url")
     )
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        raise UsageError(f"expected an http:// or https:// address, got {endpoint!r}", where="AWS_ENDPOINT_URL")
+    if endpoint:
+        try:
+            server_of(endpoint)
+        except UsageError as error:
+            raise UsageError(f"{error.message}, got {endpoint!r}", where="AWS_ENDPOINT_URL") from error
+    if region and not _is_plain(region):
+        raise UsageError(f"is no region: {region!r}", where="AWS_REGION")
     settings = S3Settings(
         endpoint=(endpoint or f"https://s3.{region or _DEFAULT_REGION}.amazonaws.com").rstrip("/"),
         region=region or _DEFAULT_REGION,
@@ -113,6 +118,13 @@ class SettingsSource:
                 granted = self._granted = self._find()
             return granted.credentials, granted.ends
 
+    def renew(self) -> bool:
+        """Look for credentials anew, those that were granted last being over; whether there are others now."""
+        with self._lock:
+            before, self._granted = self._granted, None
+            self._profile = _profile()
+        return before is None or self.credentials() != before.credentials
+
     def _find(self) -> _Granted:
         places: tuple[Callable[[], _Granted | None], ...] = (
             _of_environment,
@@ -124,12 +136,22 @@ class SettingsSource:
         for place in places:
             granted = place()
             if granted is not None:
+                found = granted.credentials
+                if not _is_plain(found.access_key + (found.token or "")):
+                    text = "the access key or the token has letters in it that no key has"
+                    raise StorageError(text, where="AWS_ACCESS_KEY_ID, AWS_SESSION_TOKEN or their profile")
                 return granted
         raise StorageError("no credentials for S3 are found", where="environment, ~/.aws", hint=_HINT)
 
 
 def _first(*values: str | None) -> str | None:
-    return next((value for value in values if value), None)
+    """The first that says anything, without the line's end that a file or a secret store has put behind it."""
+    return next((value.strip() for value in values if value and value.strip()), None)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a header may have it."""
+    return text.isascii() and text.isprintable()
 
 
 def _profile() -> dict[str, str]:
@@ -158,10 +180,11 @@ def _profile() -> dict[str, str]:
 
 
 def _of_environment() -> _Granted | None:
-    key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    key, secret, token = (_first(os.environ.get(name)) for name in names)
     if not key or not secret:
         return None
-    return _Granted(Credentials(key, secret, os.environ.get("AWS_SESSION_TOKEN") or None), None)
+    return _Granted(Credentials(key, secret, token), None)
 
 
 def _of_profile(profile: Mapping[str, str]) -> _Granted | None:

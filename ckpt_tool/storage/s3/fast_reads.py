@@ -30,7 +30,7 @@ def takes_key(key: str) -> bool:
 
 
 def fast_reads(bucket: str, settings: S3Settings, source: SettingsSource) -> FastReads | None:
-    """Reads of a bucket's objects, None where obstore is not installed."""
+    """Reads of a bucket's objects, None where obstore is not installed or does not take these settings."""
     try:
         import obstore
         from obstore.store import S3Store
@@ -42,9 +42,6 @@ def fast_reads(bucket: str, settings: S3Settings, source: SettingsSource) -> Fas
         "read_timeout": f"{silence_s():.3f}s",
         "timeout": f"{_WHOLE_REQUEST_S}s",
     }
-    if settings.ca_file is not None:
-        with open(settings.ca_file, "rb") as file:
-            options["root_certificate"] = file.read()
 
     def credentials() -> dict[str, Any]:
         found, ends = source.granted()
@@ -54,15 +51,21 @@ def fast_reads(bucket: str, settings: S3Settings, source: SettingsSource) -> Fas
             "expires_at": moment,
         }  # fmt: skip
 
-    store = S3Store(
-        bucket,
-        endpoint="".join(settings.address(bucket)) if settings.is_virtual else settings.endpoint,
-        virtual_hosted_style_request=settings.is_virtual,
-        region=settings.region,
-        client_options=options,
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=_WHOLE_REQUEST_S)},
-        **({"credential_provider": credentials} if settings.is_signed else {"skip_signature": True}),
-    )
+    try:
+        if settings.ca_file is not None:
+            with open(settings.ca_file, "rb") as file:
+                options["root_certificate"] = file.read()
+        store = S3Store(
+            bucket,
+            endpoint="".join(settings.address(bucket)) if settings.is_virtual else settings.endpoint,
+            virtual_hosted_style_request=settings.is_virtual,
+            region=settings.region,
+            client_options=options,
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=_WHOLE_REQUEST_S)},
+            **({"credential_provider": credentials} if settings.is_signed else {"skip_signature": True}),
+        )
+    except Exception:  # noqa: BLE001 - what it does not take, certificates or a proxy, the own client tells of
+        return None
     return FastReads(obstore, store)
 
 

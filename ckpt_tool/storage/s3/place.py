@@ -13,7 +13,8 @@ from xml.etree import ElementTree as ET
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.storage.parts.commit import is_control
 from ckpt_tool.storage.parts.place import Begun, Bytes, Part, PartLimits
-from ckpt_tool.storage.s3.client import S3Client, parsed_xml, split_s3_url, xml_text, xml_time
+from ckpt_tool.storage.s3.answers import tree_of, xml_text, xml_time
+from ckpt_tool.storage.s3.client import S3Client, split_s3_url
 
 __all__ = ["S3Place"]
 
@@ -93,7 +94,7 @@ class S3Place:
         n_retries = self._client.traffic.n_retries
         answer = self._client.request("POST", self._key_of(path), query={"uploads": ""})
         self._is_unsure |= self._client.traffic.n_retries != n_retries  # an answer that is lost names an upload too
-        return xml_text(parsed_xml(answer.data), "UploadId")
+        return xml_text(tree_of(answer.data, self.url), "UploadId")
 
     def put_part(self, path: str, token: str, number: int, data: Bytes) -> str:
         """Send one part; the server refuses it when it arrives changed."""
@@ -187,7 +188,7 @@ class S3Place:
             answer = self._client.request("GET", key, query=query, allowed=frozenset({404}))
             if answer.status == 404:  # completed or aborted in the meantime
                 return
-            tree = parsed_xml(answer.data)
+            tree = tree_of(answer.data, self.url)
             yield tree
             if xml_text(tree, "IsTruncated") != "true":
                 return

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-from ckpt_tool.errors import FormatError, NotFound, StorageError
+from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.nearby import did_you_mean
-from ckpt_tool.storage.s3.client import S3Client, S3Object, split_s3_url
+from ckpt_tool.storage.remote.http_client import HttpStatusError
+from ckpt_tool.storage.s3.answers import S3Object
+from ckpt_tool.storage.s3.client import S3Client, split_s3_url
 from ckpt_tool.storage.store import REMOTE_COST, Listing
 from ckpt_tool.storage.urls import check_path, join_url, split_url
 
@@ -26,40 +28,52 @@ class S3Store:
     Args:
         url: a folder, kept as it is, never normalised.
         entry: the one object in it that the user named; the listing then has only it and its siblings.
+        is_alone: the bucket must not be listed; the listing then has that object only.
     """
 
-    def __init__(self, url: str, *, entry: str | None = None) -> None:
+    def __init__(self, url: str, *, entry: str | None = None, is_alone: bool = False) -> None:
         self.url = url
         self.cost = REMOTE_COST
         bucket, key = split_s3_url(url)
         self._client = S3Client(bucket)
         self._prefix = key if not key or key.endswith("/") else f"{key}/"
         self._entry = entry
+        self._is_alone = is_alone
         self._lock = threading.Lock()
         self._listing: Listing | None = None
         self._is_closed = False
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """All objects below the root, or the entry and its siblings; a request for each thousand, cached.
 
         Raises:
             NotFound: nothing is below the root.
         """
         with self._lock:
+            if anew:
+                return self._listed()
             if self._listing is None:
-                found: list[S3Object] = []
-                for page in self._client.pages(self._prefix, delimiter="" if self._entry is None else "/"):
-                    found += page.objects
-                files = {o.key[len(self._prefix) :]: o for o in found if not o.key.endswith("/")}
-                if not files or (self._entry is not None and self._entry not in files):
-                    raise NotFound("nothing is here", where=join_url(self.url, self._entry or ""))
-                self._listing = Listing(
-                    self.url,
-                    {path: files[path].nbytes for path in sorted(files)},
-                    self._entry,
-                    {path: o.modified for path, o in files.items() if o.modified is not None},
-                )
+                self._listing = self._listed()
             return self._listing
+
+    def _listed(self) -> Listing:
+        found: list[S3Object] = []
+        if self._is_alone and self._entry is not None:
+            one = self._client.head(self._prefix + self._entry)
+            found += [] if one is None else [one]
+        else:
+            for page in self._client.pages(self._prefix, delimiter="" if self._entry is None else "/"):
+                found += page.objects
+        files = {o.key[len(self._prefix) :]: o for o in found if not o.key.endswith("/")}
+        if not files or (self._entry is not None and self._entry not in files):
+            raise NotFound("nothing is here", where=join_url(self.url, self._entry or ""))
+        return Listing(
+            self.url,
+            {path: files[path].nbytes for path in sorted(files)},
+            self._entry,
+            {path: o.modified for path, o in files.items() if o.modified is not None},
+            tags={path: o.tag for path, o in files.items() if o.tag},
+        )
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``: one request; for an empty range a look at the size."""
@@ -158,16 +172,40 @@ def open_s3(url: str) -> S3Store:
     store = S3Store(url)
     try:
         store.listing()
-    except NotFound as error:
-        bucket, key = split_s3_url(url)
-        client = S3Client(bucket)
-        if not key or "no such bucket" in error.message:
+    except CkptError as error:
+        store.close()
+        is_refused = isinstance(error.__cause__, HttpStatusError) and error.__cause__.status == 403
+        if not is_refused and (not isinstance(error, NotFound) or "no such bucket" in error.message):
             raise
-        if not key.endswith("/") and client.head(key) is not None:
-            folder, name = split_url(url)
-            return S3Store(folder, entry=name)
-        raise _nothing(client, url, key) from None
+        bucket, key = split_s3_url(url)
+        if not key:
+            raise
+        client = S3Client(bucket)
+        try:
+            return _opened_object(client, url, key, error if is_refused else None)
+        finally:
+            client.close()
     return store
+
+
+def _opened_object(client: S3Client, url: str, key: str, refusal: CkptError | None) -> S3Store:
+    """The store of the one object that is named, as nothing lies below it, or listing was refused."""
+    found = None
+    try:
+        if not key.endswith("/"):
+            found = client.head(key)
+    except StorageError:
+        if refusal is None:
+            raise
+    if found is not None:
+        folder, name = split_url(url)
+        return S3Store(folder, entry=name, is_alone=refusal is not None)
+    if refusal is None:
+        raise _nothing(client, url, key) from None
+    cause = refusal.__cause__
+    if isinstance(cause, HttpStatusError) and cause.hint is None:
+        refusal.hint = f"listing needs the right s3:ListBucket, the URL of one file does not; else {refusal.hint}"
+    raise refusal
 
 
 def _nothing(client: S3Client, url: str, key: str) -> NotFound:

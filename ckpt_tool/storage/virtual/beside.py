@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.store import Listing, ReadCost, Store
 
-__all__ = ["Beside"]
+__all__ = ["Beside", "beside"]
+
+
+def beside(host: Listing, guest: Listing, guests: frozenset[str], paths: Iterable[str]) -> Listing:
+    """What two listings have of ``paths``, those in ``guests`` being ``guest``'s."""
+    of = {path: guest if path in guests else host for path in sorted(paths)}
+    return Listing(
+        host.url,
+        {path: each.sizes[path] for path, each in of.items() if path in each.sizes},
+        modified={path: each.modified[path] for path, each in of.items() if path in each.modified},
+        tags={path: each.tags[path] for path, each in of.items() if path in each.tags},
+    )
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,12 @@ class Beside:
         """As the host's."""
         return self.host.cost
 
-    def listing(self) -> Listing:
-        """What there is of both; no request."""
-        return self.sizes
+    def listing(self, *, anew: bool = False) -> Listing:
+        """What there is of both; no request, but where it is asked ``anew``."""
+        if not anew:
+            return self.sizes
+        host, guest = self.host.listing(anew=True), self.guest.listing(anew=True)
+        return beside(host, guest, self.guests, self.sizes.sizes)
 
     def holder(self, path: str) -> Store:
         """The store that has a file."""

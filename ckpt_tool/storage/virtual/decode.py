@@ -144,9 +144,9 @@ class DecodedStore:
         self._container: tuple[tuple[FileRange, str], bytes] | None = None
         self._is_closed = False
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """Files of ``inner`` and the decoded ones."""
-        inner = self._inner.listing()
+        inner = self._inner.listing(anew=anew)
         decoded = {path: content.nbytes for path, content in self._contents.items()}
         return Listing(inner.url, dict(sorted({**inner.sizes, **decoded}.items())), inner.entry)
 

@@ -32,8 +32,13 @@ def sublisting(listing: Listing, folder: str) -> Listing:
     {'b': 1}
     """
     prefix = folder.rstrip("/") + "/"
-    sizes = {path[len(prefix) :]: size for path, size in listing.sizes.items() if path.startswith(prefix)}
-    return Listing(f"{listing.url.rstrip('/')}/{folder}", sizes)
+    below = {path[len(prefix) :]: path for path in listing.sizes if path.startswith(prefix)}
+    return Listing(
+        f"{listing.url.rstrip('/')}/{folder}",
+        {path: listing.sizes[full] for path, full in below.items()},
+        modified={path: listing.modified[full] for path, full in below.items() if full in listing.modified},
+        tags={path: listing.tags[full] for path, full in below.items() if full in listing.tags},
+    )
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,9 @@ class Subfolder:
         """As the store around it."""
         return self.inner.cost
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """Files below the folder; no request beyond those of the store around it."""
-        return sublisting(self.inner.listing(), self.folder)
+        return sublisting(self.inner.listing(anew=anew), self.folder)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """See ``Store.read``."""

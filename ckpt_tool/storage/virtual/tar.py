@@ -61,9 +61,14 @@ class TarStore:
         """As the store around it."""
         return self.inner.cost
 
-    def listing(self) -> Listing:
-        """All members; no request."""
-        return Listing(self.url, {name: nbytes for name, (_, nbytes) in sorted(self.members.items())})
+    def listing(self, *, anew: bool = False) -> Listing:
+        """All members, each as old as the archive; no request, but where it is asked ``anew``."""
+        outer = self.inner.listing(anew=anew)
+        sizes = {name: nbytes for name, (_, nbytes) in sorted(self.members.items())}
+        modified, tag = outer.modified.get(self.path), outer.tags.get(self.path)
+        times = {} if modified is None else dict.fromkeys(sizes, modified)
+        tags = {} if tag is None else dict.fromkeys(sizes, tag)
+        return Listing(self.url, sizes, modified=times, tags=tags)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """See ``Store.read``."""

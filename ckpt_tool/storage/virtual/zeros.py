@@ -34,9 +34,9 @@ class ZerosStore:
         self._inner = inner
         self._nbytes = {entry.path: entry.nbytes for entry in entries}
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """Files of ``inner``."""
-        return self._inner.listing()
+        return self._inner.listing(anew=anew)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``."""

@@ -70,9 +70,12 @@ def test_nothing_there(bucket: Bucket) -> None:
 def test_a_server_that_folds_slashes(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """As SeaweedFS does: its keys are not those that were asked for, and are not cut to fit."""
     bucket.objects["run/step_1/x"] = b""
-    real = S3Client._listed
-    fold = {"prefix": "run/step_1/"}
-    monkeypatch.setattr(S3Client, "_listed", lambda self, query: real(self, {**query, **fold}))
+    real = S3Client._send
+
+    def folding(client: S3Client, method: str, key: str, *, query: Any = None, **others: Any) -> Response:
+        return real(client, method, key, query=query and {**query, "prefix": "run/step_1/"}, **others)
+
+    monkeypatch.setattr(S3Client, "_send", folding)
     with pytest.raises(StorageError, match="which does not begin with 'run/step_1//'"):
         open_store(f"s3://{BUCKET}/run/step_1//")
 
