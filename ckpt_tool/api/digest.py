@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint, plan_limits
+from ckpt_tool.api.unchanged import unchanged
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.engine.digest_pass import DigestPass, digest_tensors
@@ -116,11 +117,12 @@ def take_digests(
     opened = open_files(summing if is_summed else base, manifest.files, memory_budget_bytes // 4)
     nbytes = int(manifest.tensors.nbytes[left].sum())
     limits = plan_limits(memory_budget_bytes // 2, n_threads, nbytes, tile_bytes=_TILE_BYTES)
-    found = digest_tensors(
-        manifest, left, opened, limits=limits, wide=wide, n_workers=n_threads,
-        summing=summing if is_summed else None,
-        progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
-    )  # fmt: skip
+    with unchanged(checkpoint):
+        found = digest_tensors(
+            manifest, left, opened, limits=limits, wide=wide, n_workers=n_threads,
+            summing=summing if is_summed else None,
+            progress=None if progress is None else lambda done, total: progress(Progress(done, total)),
+        )  # fmt: skip
     table = DigestTable(manifest.format, _rows(checkpoint, found), _files(checkpoint, summing, files, n_threads))
     why = {manifest.tensors.fqns[row]: error for row, error in {**unread, **found.unread}.items()}
     return Taken(table, why, found.read_nbytes)

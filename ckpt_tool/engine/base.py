@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ckpt_tool.manifest.digest import ContentDigest
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.records import dataclass
 
-__all__ = ["CastReport", "EngineOptions", "Progress", "RunReport", "TakenDigests"]
+__all__ = ["CastReport", "EngineOptions", "Guard", "Progress", "RunReport", "TakenDigests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,18 @@ class EngineOptions:
     """fsync before the target gets its name."""
     digests: bool = False
     """Take the digest of each tensor on the way."""
+
+
+class Guard(Protocol):
+    """Watches over the files that a plan reads: they must be the same from its first byte to its last."""
+
+    def check(self) -> None:
+        """See that they are; a ``StorageError`` where they are not."""
+        ...
+
+    def stamp(self) -> str:
+        """Text that is another when they are: a run that goes on with an earlier one reads what that one read."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal", "UnitRecord"]
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +38,44 @@ class UnitRecord:
 
 
 class Journal:
-    """Append-only record of one run; the plan's fingerprint is taken when something is written or read."""
+    """Append-only record of one run; the plan's fingerprint is taken when something is written or read.
 
-    def __init__(self, log: Log, fingerprint: Callable[[], str], *, where: str, has_digests: bool) -> None:
+    ``stamp`` is of the files that are read. A process that is given none leaves them to the one that leads.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        fingerprint: Callable[[], str],
+        *,
+        where: str,
+        has_digests: bool,
+        stamp: Callable[[], str] | None = None,
+    ) -> None:
         self._log = log
         self._fingerprint = fingerprint
         self._has_digests = has_digests
+        self._stamp = stamp
         self._where = where
         self._is_begun = False
 
     @cached_property
     def _head(self) -> dict[str, object]:
-        return {"version": _VERSION, "plan": self._fingerprint(), "digests": self._has_digests}
+        stamp = None if self._stamp is None else self._stamp()
+        return {"version": _VERSION, "plan": self._fingerprint(), "digests": self._has_digests, "read": stamp}
 
     def load(self) -> Mapping[int, UnitRecord]:
         """Finished units of an earlier run of the same plan; empty when there is no journal.
 
         Raises:
-            UsageError: the journal belongs to another plan.
+            UsageError: the journal belongs to another plan, or the source has changed since.
         """
         lines = self._log.read().decode("ascii").split("\n")
         records: dict[int, UnitRecord] = {}
         for number, line in enumerate(lines[:-1]):  # what follows the last newline was torn off
             row = json.loads(line)
             if number == 0:
-                if row != self._head:
-                    raise UsageError(
-                        "the unfinished target was begun from another source or with other options",
-                        where=self._where,
-                        hint="repeat the command as it was first given, or start over with --overwrite",
-                    )
+                self._check(row)
                 self._is_begun = True
                 continue
             records[row["unit"]] = UnitRecord(
@@ -77,6 +85,19 @@ class Journal:
                 tuple((number, nbytes, linear) for number, nbytes, linear in row["digests"]),
             )
         return records
+
+    def _check(self, head: dict[str, object]) -> None:
+        then, now = head.get("read"), self._head["read"]
+        if head | {"read": now} != self._head:
+            raise UsageError(
+                "the unfinished target was begun from another source or with other options", where=self._where,
+                hint="repeat the command as it was first given, or start over with --overwrite",
+            )  # fmt: skip
+        if None not in {then, now} and then != now:
+            raise UsageError(
+                "files of the source have changed since the unfinished target was begun", where=self._where,
+                hint="start over with --overwrite",
+            )  # fmt: skip
 
     def append(self, records: list[UnitRecord]) -> None:
         """Add finished units and make them durable; without any, only say whose journal this is."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tool.engine.base import EngineOptions
+from ckpt_tool.engine.base import EngineOptions, Guard
 from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.pool import run_units
@@ -40,6 +40,7 @@ class Job:
     options: EngineOptions
     digests: TileDigests | None
     clones: Clones | None = None
+    guard: Guard | None = None
 
 
 def move_units(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt_tool.engine.around import early_segments, files_of, rest_of, segment_files, sent_units
-from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Progress, RunReport
+from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Guard, Progress, RunReport
 from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.moving import Job, move_units, unit_nbytes
@@ -47,15 +47,17 @@ def run_plan(
     options: EngineOptions,
     origins: Origins | None = None,
     share: Share | None = None,
+    guard: Guard | None = None,
 ) -> Iterator[Progress | RunReport]:
     """Execute ``plan`` and commit the target; yields progress, then one report.
 
     With digests, ``origins`` says what the plan's tensors were made of, where that is of interest too. With a ``share``
-    of several processes, this one executes that, and the first of them commits when all are done.
+    of several processes, this one executes that, and the first of them commits when all are done. It asks ``guard``
+    before that whether what all have read is still the same.
 
     Raises:
         StorageError: no space, or the storage failed, or another process did; the unfinished target stays and can be
-            resumed.
+            resumed. Or the source has changed.
         UsageError: several processes, and a target that knows one only; or they do not fit together.
     """
     clones = None
@@ -69,7 +71,7 @@ def run_plan(
         raise
     try:
         digests = TileDigests(plan, origins) if options.digests else None
-        job = Job(plan, layout, store, target, options, digests, clones)
+        job = Job(plan, layout, store, target, options, digests, clones, guard)
         if share is None:
             yield from _run(job, None)
         elif not isinstance(target, LocalTarget):
@@ -77,7 +79,8 @@ def run_plan(
         elif share.index:
             yield from run_share(job, Member(target.root, share, plan.fingerprint, has_digests=options.digests))
         else:
-            with Leader(target.root, share, plan.fingerprint, has_digests=options.digests) as leader:
+            stamp = None if guard is None else guard.stamp
+            with Leader(target.root, share, plan.fingerprint, has_digests=options.digests, stamp=stamp) as leader:
                 yield from _run(job, leader)
     except BaseException:
         target.abandon()
@@ -132,6 +135,8 @@ def _run(job: Job, leader: Leader | RemoteLeader | None) -> Iterator[Progress | 
     sink.finish(
         rest if own is None else [segment for segment in rest if segment.path in own or segment.path not in known]
     )
+    if job.guard is not None:
+        job.guard.check()
     target.commit(layout.commit_path)
     casts = _cast_reports(plan, done)
     taken = None
@@ -146,11 +151,14 @@ def _begun(job: Job, leader: Leader | RemoteLeader | None) -> tuple[Journal | No
     plan, layout, target = job.plan, job.layout, job.target
     has_digests = job.digests is not None
     journal = None
+    stamp = None if job.guard is None else job.guard.stamp
     if target.journal is not None:
-        journal = Journal(target.journal, lambda: plan.fingerprint, where=target.url, has_digests=has_digests)
+        journal = Journal(
+            target.journal, lambda: plan.fingerprint, where=target.url, has_digests=has_digests, stamp=stamp
+        )
     done = dict(journal.load()) if journal is not None and target.is_resumed else {}
     if isinstance(target, LocalTarget) and target.is_resumed:
-        done |= records_of_processes(target.root, plan.fingerprint, has_digests=has_digests)
+        done |= records_of_processes(target.root, plan.fingerprint, has_digests=has_digests, stamp=stamp)
     elif leader is not None and not isinstance(leader, Leader) and target.is_resumed:
         done |= leader.earlier()
     if journal is not None and target.is_sequential:

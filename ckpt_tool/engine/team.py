@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -78,16 +78,19 @@ def refuse_misfit(share: Share, *, where: str) -> NoReturn:
 class Leader(AbstractContextManager["Leader"]):
     """The process that claims and commits; use after the target was claimed."""
 
-    def __init__(self, root: str, share: Share, fingerprint: str, *, has_digests: bool) -> None:
+    def __init__(
+        self, root: str, share: Share, fingerprint: str, *, has_digests: bool, stamp: Callable[[], str] | None = None
+    ) -> None:
         self.share = share
         self._root = Path(root)
         self._fingerprint = fingerprint
         self._has_digests = has_digests
+        self._stamp = stamp
         self._token = os.urandom(8).hex()
         self._file: LockedFile | None = None
 
     def _journal(self, name: str) -> Journal:
-        return _journal(self._root / name, self._fingerprint, has_digests=self._has_digests)
+        return _journal(self._root / name, self._fingerprint, has_digests=self._has_digests, stamp=self._stamp)
 
     def open(self, done: Mapping[int, UnitRecord]) -> Journal:
         """Invite the others, who all begin from ``done``; the journal of this process."""
@@ -222,20 +225,24 @@ class Member(AbstractContextManager["Member"]):
             self._file.close()
 
 
-def records_of_processes(root: str, fingerprint: str, *, has_digests: bool) -> dict[int, UnitRecord]:
+def records_of_processes(
+    root: str, fingerprint: str, *, has_digests: bool, stamp: Callable[[], str] | None = None
+) -> dict[int, UnitRecord]:
     """Finished units of an earlier run of the same plan by several processes.
 
     Raises:
-        UsageError: a journal belongs to another plan.
+        UsageError: a journal belongs to another plan, or the source has changed since.
     """
     done: dict[int, UnitRecord] = {}
     for path in _files(Path(root), JOURNAL_NAME + "."):
-        done.update(_journal(path, fingerprint, has_digests=has_digests).load())
+        done.update(_journal(path, fingerprint, has_digests=has_digests, stamp=stamp).load())
     return done
 
 
-def _journal(path: Path, fingerprint: str, *, has_digests: bool) -> Journal:
-    return Journal(FileLog(str(path)), lambda: fingerprint, where=str(path.parent), has_digests=has_digests)
+def _journal(path: Path, fingerprint: str, *, has_digests: bool, stamp: Callable[[], str] | None = None) -> Journal:
+    return Journal(
+        FileLog(str(path)), lambda: fingerprint, where=str(path.parent), has_digests=has_digests, stamp=stamp
+    )
 
 
 def _files(root: Path, *names: str) -> list[Path]:

@@ -16,8 +16,7 @@ from ckpt_tool.formats.safetensors.index_file import READER
 from ckpt_tool.layout.names import Spelling, spellings
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.sizes import counted, shell_word
-from ckpt_tool.storage.store import Listing
-from ckpt_tool.storage.virtual.beside import Beside
+from ckpt_tool.storage.virtual.beside import Beside, beside
 
 __all__ = ["with_adapter"]
 
@@ -44,7 +43,7 @@ def with_adapter(base: Checkpoint, adapter: Checkpoint, memory_budget_bytes: int
     strays = [path for path in own if path.endswith(".safetensors") and path not in base.manifest.files.index]
     guests = {path: n for path, n in there.sizes.items() if path not in indexes and path not in own}
     sizes = {path: n for path, n in (own | guests).items() if path not in strays}
-    listing = Listing(here.url, dict(sorted(sizes.items())))
+    listing = beside(here, there, frozenset(guests), sizes)
     store = Beside(base.source.store, adapter.source.store, frozenset(guests), listing)
     source = Source(store, listing)
     said = dict.fromkeys((*base.manifest.notes, *adapter.manifest.notes))

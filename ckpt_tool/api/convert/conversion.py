@@ -12,6 +12,7 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, plan_limits
 from ckpt_tool.api.manifest_file import check_manifest, check_replaceable, manifest_beside, write_manifest
+from ckpt_tool.api.unchanged import ReadFiles, explaining
 from ckpt_tool.engine.around import owners_of
 from ckpt_tool.engine.base import EngineOptions, Progress, RunReport, TakenDigests
 from ckpt_tool.engine.run import run_plan
@@ -174,7 +175,8 @@ class Conversion:
 
         Raises:
             TargetExists: something is at the target, and overwriting was not asked for.
-            StorageError: no space, or the storage failed; the unfinished target can be resumed.
+            StorageError: no space, or the storage failed; the unfinished target can be resumed. Or the source has
+                changed while it was read.
         """
         execution = self.execution
         share, manifest_url = execution.share, execution.manifest_url
@@ -194,11 +196,14 @@ class Conversion:
         )
         report = None
         store = with_zeros(self.checkpoint.store, self.plan.source.files)
-        for event in run_plan(self.plan, self.layout, store, target, options, self.origins, share):
-            if isinstance(event, RunReport):
-                report = event
-            elif progress is not None:
-                progress(event)
+        with explaining(self.checkpoint):
+            for event in run_plan(
+                self.plan, self.layout, store, target, options, self.origins, share, ReadFiles(self.checkpoint)
+            ):
+                if isinstance(event, RunReport):
+                    report = event
+                elif progress is not None:
+                    progress(event)
         if report is None:
             raise StorageError("the run ended without a report", where=self.target_url)
         files = self.layout.manifest.files

@@ -73,7 +73,7 @@ def borrowed(source: Source, like: str | os.PathLike[str]) -> Borrowed:
         notes.append(f"nothing is borrowed from {url}: all that describes a checkpoint is here")
     listing = source.listing
     sizes = dict(sorted((listing.sizes | {path: len(data) for path, data in new.items()}).items()))
-    joined = Listing(listing.url, sizes, listing.entry, listing.modified, listing.empty, listing.links)
+    joined = Listing(listing.url, sizes, listing.entry, listing.modified, listing.empty, listing.links, listing.tags)
     store = Beside(source.store, MemoryStore(new), frozenset(new), joined)
     files = tuple(sorted(new))
     others = frozenset(path for path in files if path.rpartition("/")[2] == "common.pt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ckpt_tool.api.trust.diff_rows import DiffRows, select_rows
 from ckpt_tool.api.trust.neighbours import NeighbourFinder
 from ckpt_tool.api.trust.pairing import Pairing, name_map, pair_tensors
 from ckpt_tool.api.trust.template import is_template, open_template
+from ckpt_tool.api.unchanged import unchanged
 from ckpt_tool.api.workers import available_cores
 from ckpt_tool.compare.confirm import Confirmer, Place
 from ckpt_tool.compare.reasons import Reason, explain, is_cast
@@ -98,6 +99,7 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
         CoverageError: a tensor that is to be compared is incomplete.
         UsageError: names cannot be mapped, or meet on one side; no family's names are known, or nothing asks for them.
         LayoutError: a fact is missing that names need, or contradicts a shape.
+        StorageError: the storage failed, or a file has changed while it was read.
     """
     include, exclude = texts(include), texts(exclude)
     check_arguments(names=(names, ("auto", "exact", "hf")), true_vocab=(true_vocab, 1))
@@ -148,7 +150,8 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
             is_auto=names != "exact",
         )
         comparison = _Comparison(one, other, pairing, memory_budget_bytes, is_quick=quick, allow_cast=allow_cast)
-        tensors = comparison.run(_n_workers(n_workers, one, other), progress, with_reasons=reasons and not quick)
+        with nullcontext() if quick else unchanged(one, other):
+            tensors = comparison.run(_n_workers(n_workers, one, other), progress, with_reasons=reasons and not quick)
         return DiffReport(
             a=_side(one, rows[0], ignores_objects=not objects),
             b=_side(other, rows[1], ignores_objects=not objects),

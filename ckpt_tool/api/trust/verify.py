@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, plan_limits
+from ckpt_tool.api.unchanged import unchanged
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.absent import missing_file_findings
 from ckpt_tool.checks.companions import side_files
@@ -67,6 +68,7 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
     Raises:
         NotFound: nothing is there, or nothing that reads as a checkpoint.
         FormatError: its metadata cannot be read at all; a file that can be left out is a finding instead.
+        StorageError: the storage failed, or at the full level a file has changed while it was read.
         UsageError: an unknown level, or a manifest at the quick one.
     """
     if level not in LEVELS:
@@ -83,7 +85,8 @@ def verify(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError("the quick level reads no payload", hint="ckpt diff --quick compares names, shapes and types")
 
     def report_of(opened: Checkpoint) -> VerifyReport:
-        report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
+        with unchanged(opened) if level == "full" else nullcontext():
+            report = _report(opened, level, memory_budget_bytes, n_workers, progress, started)
         if against is not None:
             from ckpt_tool.api.trust.verify_against import compare_with  # with the next, 18 ms that most calls save
 
