@@ -24,6 +24,7 @@ from ckpt_tool.plan.limits import PlanLimits
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing, Store
+from ckpt_tool.storage.urls import shown
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "Checkpoint", "TensorView", "open_checkpoint", "plan_limits"]
 
@@ -138,7 +139,8 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
     def __init__(
         self, url: str, source: Source, reader: Reader, manifest: Manifest | None, memory_budget_bytes: int
     ) -> None:
-        self.url = url
+        self.url = shown(url)
+        self._address = url
         self.source = source
         self.reader = reader
         self._manifest = manifest
@@ -168,7 +170,7 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
         if manifest is None:
             return self
         manifest = manifest.replace(url=self.url)
-        return Checkpoint(self.url, self.source, self.reader, manifest, self._memory_budget_bytes)
+        return Checkpoint(self._address, self.source, self.reader, manifest, self._memory_budget_bytes)
 
     @property
     def store(self) -> Store:
@@ -255,16 +257,16 @@ class Checkpoint(Mapping[str, TensorView], AbstractContextManager["Checkpoint"])
 
     def __reduce__(self) -> tuple[Any, tuple[str, int]]:
         """A copy, also in another process, opens the checkpoint again."""
-        return _opened_again, (self.url, self._memory_budget_bytes)
+        return _opened_again, (self._address, self._memory_budget_bytes)
 
     def shown_as(self, manifest: Manifest) -> Checkpoint:
         """The same files under another manifest, of other names and boxes; it need not be closed."""
-        return Checkpoint(self.url, self.source, self.reader, manifest, self._memory_budget_bytes)
+        return Checkpoint(self._address, self.source, self.reader, manifest, self._memory_budget_bytes)
 
     def reopened(self, store: Store, listing: Listing) -> Checkpoint:
         """The same files, read through ``store``, with all that is known of them by now."""
         source = Source(store, listing)
-        return Checkpoint(self.url, source, self.reader, self.manifest, self._memory_budget_bytes)
+        return Checkpoint(self._address, source, self.reader, self.manifest, self._memory_budget_bytes)
 
     def close(self) -> None:
         """Release file handles; the manifest stays usable."""
@@ -295,7 +297,7 @@ def open_checkpoint(url: str | os.PathLike[str], *, memory_budget_bytes: int = D
         reader = detect(source)
         is_far = store.cost.read_ahead_bytes > 0
         waits = is_far and isinstance(reader, PartReader) and reader.read_part(source, ()) is not None
-        manifest = None if waits else reader.read(source).replace(url=os.fspath(url))
+        manifest = None if waits else reader.read(source).replace(url=shown(os.fspath(url)))
         return Checkpoint(os.fspath(url), source, reader, manifest, memory_budget_bytes)
     except BaseException:
         store.close()

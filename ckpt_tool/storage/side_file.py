@@ -81,8 +81,9 @@ def _remote_head(url: str, length: int) -> bytes | None:
         finally:
             place.close()
     from ckpt_tool.storage.remote.file_system import open_remote
-    from ckpt_tool.storage.remote.retry import retried, shown
+    from ckpt_tool.storage.remote.retry import retried
     from ckpt_tool.storage.traffic import current_traffic
+    from ckpt_tool.storage.urls import shown
 
     (fs, key), traffic = open_remote(url), current_traffic()
     traffic.note()
@@ -120,8 +121,9 @@ def put_side_file(url: str, data: bytes, *, mark: bytes | None, what: str) -> No
             place.close()
         return
     from ckpt_tool.storage.remote.file_system import open_remote
-    from ckpt_tool.storage.remote.retry import retried, shown
+    from ckpt_tool.storage.remote.retry import retried
     from ckpt_tool.storage.traffic import current_traffic
+    from ckpt_tool.storage.urls import shown
 
     fs, key = open_remote(url)
     current_traffic().note(sent=len(data))

@@ -12,7 +12,7 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.local.target import LocalTarget
 from ckpt_tool.storage.parts.place import Bytes
 from ckpt_tool.storage.parts.places import part_place
-from ckpt_tool.storage.urls import is_local, unfolded
+from ckpt_tool.storage.urls import is_local, scheme_of, shown, unfolded
 
 __all__ = ["Bytes", "LocalTarget", "Log", "Target", "open_target"]
 
@@ -129,6 +129,8 @@ def open_target(
         )
     from ckpt_tool.storage.remote.target import StreamTarget  # fsspec costs 80 ms of start-up
 
+    if scheme_of(text) in {"http", "https"}:
+        raise UsageError("is only read from", where=shown(text), hint="write to a folder, s3://, hdfs:// or gs://")
     if joins:
         hint = "the first process writes there alone with --split 0/1"
         raise UsageError("several processes write to a local folder, S3 or HDFS only", where=text, hint=hint)

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from ckpt_tool.errors import FormatError, UsageError
 
-__all__ = ["check_path", "is_local", "join_url", "local_path", "scheme_of", "split_url", "unfolded"]
+__all__ = ["check_path", "is_local", "join_url", "local_path", "scheme_of", "shown", "split_url", "unfolded"]
 
 # Two characters at least: a single letter before the colon is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)(?:://|::(?=.*://))", re.DOTALL)
@@ -93,6 +93,21 @@ def split_url(url: str) -> tuple[str, str]:
     """
     folder, _, name = url.rpartition("/")
     return folder, name
+
+
+def shown(url: str) -> str:
+    """``url`` as messages may show it: without password and without query, which may be a signature.
+
+    >>> shown("https://me:secret@host/a.pt?X-Amz-Signature=1"), shown("s3://b//x?y")
+    ('https://host/a.pt', 's3://b//x?y')
+    """
+    head, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    authority, slash, path = rest.partition("/")
+    if scheme_of(url) in {"http", "https"}:
+        path = path.partition("?")[0]
+    return f"{head}://{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def check_path(path: str, *, root: str) -> str:

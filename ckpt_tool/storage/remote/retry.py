@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from ckpt_tool.errors import CkptError, NotFound, StorageError
-from ckpt_tool.storage.urls import scheme_of
+from ckpt_tool.errors import CkptError, NotFound, StorageError, Unsupported
 
-__all__ = ["attempt", "failure_of", "first_line", "is_from_storage", "retried", "shown"]
+__all__ = ["attempt", "failure_of", "first_line", "is_from_storage", "retried"]
 
 Result = TypeVar("Result")
 
@@ -44,21 +43,6 @@ _LONGEST_WAIT_S = 60.0
 """A server that asks for a longer pause is not waited for."""
 
 
-def shown(url: str) -> str:
-    """``url`` as messages may show it: without password and without query, which may be a signature.
-
-    >>> shown("https://me:secret@host/a.pt?X-Amz-Signature=1"), shown("s3://b//x?y")
-    ('https://host/a.pt', 's3://b//x?y')
-    """
-    head, mark, rest = url.partition("://")
-    if not mark:
-        return url
-    authority, slash, path = rest.partition("/")
-    if scheme_of(url) in {"http", "https"}:
-        path = path.partition("?")[0]
-    return f"{head}://{authority.rpartition('@')[2]}{slash}{path}"
-
-
 def failure_of(error: Exception, where: str) -> CkptError | None:
     """``error`` as one of ours, None when it does not come from the storage (a bug, which must be seen as one)."""
     if isinstance(error, CkptError):
@@ -66,6 +50,8 @@ def failure_of(error: Exception, where: str) -> CkptError | None:
     error = _behind(error)
     if isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 404:
         return NotFound("no such file", where=where)
+    if isinstance(error, NotImplementedError) and _client(error) in {"fsspec", *_CLIENTS}:
+        return Unsupported("files are not written to this kind of storage", where=where)
     name = type(error).__name__
     text = first_line(error)
     is_refused = isinstance(error, PermissionError) or "AccessControlException" in text

@@ -18,9 +18,9 @@ from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists
 from ckpt_tool.manifest.digest_table import SUFFIX
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.remote.file_system import open_remote
-from ckpt_tool.storage.remote.retry import attempt, retried, shown
+from ckpt_tool.storage.remote.retry import attempt, retried
 from ckpt_tool.storage.shared_target import Receipts
-from ckpt_tool.storage.urls import check_path, join_url
+from ckpt_tool.storage.urls import check_path, join_url, shown
 
 __all__ = ["SharedRemote"]
 

@@ -6,18 +6,19 @@ Requests that fail for a moment (timeouts, resets, 5xx, short answers) are sent 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
-from ckpt_tool.storage.remote.file_system import modified_of, open_remote, tag_of
-from ckpt_tool.storage.remote.retry import failure_of, retried, shown
+from ckpt_tool.storage.local.store import MAX_DEPTH
+from ckpt_tool.storage.remote.file_system import WEB, modified_of, open_remote, tag_of
+from ckpt_tool.storage.remote.retry import failure_of, retried
 from ckpt_tool.storage.store import REMOTE_COST, Listing
 from ckpt_tool.storage.traffic import current_traffic
-from ckpt_tool.storage.urls import check_path, join_url, scheme_of, split_url
+from ckpt_tool.storage.urls import check_path, join_url, scheme_of, shown, split_url
 
 __all__ = ["FsspecStore", "open_fsspec"]
 
@@ -168,12 +169,14 @@ class FsspecStore:
 
     def _listed(self) -> Listing:
         found: list[dict[str, Any]]
+        # Links of a web page can lead round in circles, each time under another name.
+        bounds = {"maxdepth": MAX_DEPTH} if scheme_of(self.url) in WEB else {}
         self._traffic.note(listings=1)
         # fsspec keeps listings; the one from before a file was written elsewhere is wrong.
         self._fs.invalidate_cache()
         if self._entry is None:
-            found = list(retried(lambda: self._fs.find(self._root, detail=True), where=self.url).values())
-        elif scheme_of(self.url) in {"http", "https"}:  # folders of web servers are rarely listed
+            found = list(retried(lambda: self._fs.find(self._root, detail=True, **bounds), where=self.url).values())
+        elif bounds:  # folders of web servers are rarely listed
             found = []
         else:
             found = retried(lambda: self._fs.ls(self._root, detail=True), where=self.url)
@@ -185,7 +188,8 @@ class FsspecStore:
                 message = f"the server lists {info['name']!r}, which is not below the folder that was asked for"
                 raise StorageError(message, where=self.url, hint="check the slashes of the URL")
             path = info["name"][len(self._root) + 1 :]
-            if info.get("type") == "file" and path and "?" not in path and not path.endswith("/"):
+            is_around = bool(bounds) and not {".", ".."}.isdisjoint(path.split("/"))  # a link of a page to itself
+            if info.get("type") == "file" and path and "?" not in path and not path.endswith("/") and not is_around:
                 infos[path] = info
         if self._entry is not None:
             infos.setdefault(self._entry, {})
@@ -225,11 +229,19 @@ def open_fsspec(url: str) -> FsspecStore:
         error.hint = error.hint or _nearby(fs, root)
         error.message = "no such file or folder"
         raise
-    if info.get("type") != "file" or url.endswith("/"):
+    is_web = scheme_of(url) in WEB
+    if info.get("type") != "file" or url.endswith("/") or (is_web and _is_web_folder(url, info)):
         return FsspecStore(url)
-    plain, mark, query = url.partition("?") if scheme_of(url) in {"http", "https"} else (url, "", "")
+    plain, mark, query = url.partition("?") if is_web else (url, "", "")
     folder, name = split_url(plain)
     return FsspecStore(folder, entry=name, entry_query=mark + query)
+
+
+def _is_web_folder(url: str, info: Mapping[str, Any]) -> bool:
+    """Whether a web address names a server, or answers with a page where a name without an ending was asked for."""
+    _, slash, path = url.partition("://")[2].partition("/")
+    is_page = str(info.get("mimetype", "")).startswith("text/html")
+    return not (slash and path) or (is_page and not set(".?") & set(path.rpartition("/")[2]))
 
 
 def _nearby(fs: Any, root: str) -> str | None:

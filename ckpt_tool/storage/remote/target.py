@@ -17,10 +17,10 @@ from ckpt_tool.errors import CkptError, NotFound, StorageError, TargetExists, Us
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.remote.file_system import open_remote
-from ckpt_tool.storage.remote.retry import attempt, retried, shown
+from ckpt_tool.storage.remote.retry import attempt, retried
 from ckpt_tool.storage.traffic import current_traffic
 from ckpt_tool.storage.unfinished import COMMIT_NAMES
-from ckpt_tool.storage.urls import check_path, join_url
+from ckpt_tool.storage.urls import check_path, join_url, shown
 
 __all__ = ["HELD_BYTES", "StreamTarget"]
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ckpt_tool.errors import CkptError, NotFound, StorageError
+from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.errors import CkptError, NotFound, StorageError, Unsupported, UsageError
 from ckpt_tool.manifest.model import FileRange
-from ckpt_tool.storage.remote import retry
+from ckpt_tool.storage.local.store import MAX_DEPTH
+from ckpt_tool.storage.remote import file_system, retry
 from ckpt_tool.storage.remote.store import FsspecStore, open_fsspec
+from ckpt_tool.storage.target import open_target
 
 DATA = bytes(range(100))
 
@@ -208,6 +214,102 @@ def test_query_belongs_to_the_request_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(asked) == {"https://host/m/x.safetensors?sig=a/b"}
     with pytest.raises(CkptError, match=r"^https://host/m/x\.safetensors: no such file$"):
         store.read("x.safetensors", 0, 1)
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the client of web servers is made with, which need not be installed."""
+    made: dict[str, Any] = {}
+
+    def filesystem(scheme: str, **options: Any) -> FlakyFs:
+        made.update(scheme=scheme, **options["client_kwargs"])
+        return FlakyFs()
+
+    monkeypatch.setitem(sys.modules, "aiohttp", SimpleNamespace(ClientTimeout=lambda **limits: limits))
+    monkeypatch.setattr(file_system, "filesystem", filesystem)
+    return made
+
+
+@pytest.mark.parametrize("url", ["http://host/x", "https://[::1]:8/x"])
+def test_web_servers_that_are_silent_are_given_up(
+    web: dict[str, Any], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """After the same seconds as any other; a proxy of the environment is used, and IPv6 is no chain of URLs."""
+    monkeypatch.setenv("CKPT_TIMEOUT_S", "7")
+    assert file_system.open_remote(url)[1] == url
+    assert web["timeout"] == {"total": None, "sock_connect": 7.0, "sock_read": 7.0}
+    assert (web["scheme"], web["trust_env"]) == (url.partition(":")[0], True)
+
+
+@pytest.mark.parametrize("url", ["http://host:port/x?secret", "http://me:secret@[::1/x", "http://ho st/x"])
+@pytest.mark.usefixtures("web")
+def test_web_addresses_that_are_none(url: str) -> None:
+    """They are not files that are missing."""
+    with pytest.raises(UsageError, match=r"is no address|expected an http") as caught:
+        file_system.open_remote(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "is_right"), [("7-9", "7-9/20", 1), ("7-", "7-8/9", 1), ("7-9", "0-2/20", 0)]
+)
+def test_web_servers_that_send_another_range(web: dict[str, Any], asked: str, told: str, is_right: int) -> None:
+    """As many bytes as were asked for tell nothing of where they come from."""
+    file_system.open_remote("http://host/x")
+    request = SimpleNamespace(headers={"Range": f"bytes={asked}"})
+    answer = SimpleNamespace(status=206, headers={"Content-Range": f"bytes {told}"}, request_info=request)
+    if is_right:
+        asyncio.run(web["raise_for_status"](answer))
+    else:
+        with pytest.raises(OSError, match="expected bytes from 7 on, the server sent 'bytes 0-2/20'"):
+            asyncio.run(web["raise_for_status"](answer))
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "is_folder"),
+    [
+        ("https://host", "text/plain", True), ("https://host/", "text/plain", True),
+        ("https://host/run", "text/html", True), ("https://host/run", "text/plain", False),
+        ("https://host/x.pt", "text/html", False), ("https://host/run?sig=1", "text/html", False),
+    ],
+)  # fmt: skip
+def test_folders_of_web_servers(monkeypatch: pytest.MonkeyPatch, url: str, kind: str, is_folder: bool) -> None:
+    """A page under a name without an ending is the list of a folder, whether or not a slash follows the name."""
+    found: list[dict[str, Any]] = []
+
+    class WebFs(FlakyFs):
+        def info(self, path: str) -> dict[str, Any]:
+            return {"name": path, "type": "file", "size": len(DATA), "mimetype": kind}
+
+        def find(self, path: str, **options: Any) -> dict[str, Any]:
+            found.append(options)
+            names = [f"{path}/x", f"{path}/./x", f"{path}/a/../x"]
+            return {name: {"name": name, "type": "file", "size": 1} for name in names}
+
+    monkeypatch.setattr("ckpt_tool.storage.remote.store.open_remote", lambda url: (WebFs(), url))
+    store = open_fsspec(url)
+    assert (store.listing().entry is None) is is_folder
+    assert not is_folder or store.listing().sizes == {"x": 1}
+    assert found == ([{"detail": True, "maxdepth": MAX_DEPTH}] if is_folder else [])
+
+
+def test_what_is_only_read_from() -> None:
+    """Before anything is read; a client that cannot write otherwise says so in the end."""
+    options: dict[str, Any] = {"overwrite": False, "resume": False, "durable": False, "single_file": False}
+    with pytest.raises(UsageError, match=r"^https://host/out: is only read from"):
+        open_target("https://me:secret@host/out?sig", **options)
+    module: dict[str, Any] = {"__name__": "fsspec.implementations.any"}
+    exec("def call(): raise NotImplementedError", module)
+    with pytest.raises(Unsupported, match="files are not written to this kind of storage"):
+        retry.retried(module["call"], where="x")
+
+
+def test_a_checkpoint_tells_no_secret() -> None:
+    """Its URL may be signed; a copy in another process is opened by all of it."""
+    nothing: Any = None
+    checkpoint = Checkpoint("https://me:pw@host/x?sig", nothing, nothing, nothing, 1)
+    assert checkpoint.url == "https://host/x"
+    assert checkpoint.__reduce__()[1] == ("https://me:pw@host/x?sig", 1)
 
 
 def disguised(cause: Exception) -> FileNotFoundError:
