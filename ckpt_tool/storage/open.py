@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 
-from ckpt_tool.errors import NotFound, UsageError
+from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.urls import is_local, join_url, local_path, scheme_of, unfolded
 
 __all__ = ["is_local", "join_url", "local_path", "open_payload", "open_store"]
 
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 _ARCHIVES = (".tar", ".nemo")
 """Names of files that are looked into."""
 
@@ -36,7 +39,9 @@ def open_payload(url: str | os.PathLike[str], *, remembers_bytes: int = 0) -> St
 
     Raises:
         NotFound: nothing is there; the hint names what is beside it.
-        UsageError: nothing at all, or a URL whose scheme is unknown or whose client is not installed.
+        UsageError: nothing at all, a pipe or a device, or a URL of an unknown scheme or of a client that is not
+            installed.
+        StorageError: the system does not tell what is there.
     """
     text = os.fspath(url)
     if not text:  # what a shell makes of a variable without a value
@@ -46,16 +51,38 @@ def open_payload(url: str | os.PathLike[str], *, remembers_bytes: int = 0) -> St
 
         return _looked_into(RememberingStore(_open_remote(text), max_bytes=remembers_bytes), text)
     path = local_path(text) or "."
-    if not os.path.exists(path):
+    mode = _mode_of(path, text)
+    if mode is None:
         inside = _inside_archive(path)
         if inside is not None:
             return inside
         raise NotFound("no such file or folder", where=text, hint=_hint(path))
-    if os.path.isdir(path):
+    if stat.S_ISDIR(mode):
         root = path.rstrip(os.sep + (os.altsep or "")) or path
         return LocalStore(root)
+    if not stat.S_ISREG(mode):  # reading one may wait for ever, or never end
+        kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise UsageError(f"is a {kind}, expected a file or a folder", where=text, hint="copy what comes out to a file")
     folder, name = os.path.split(path)
     return _looked_into(LocalStore(folder or ".", entry=name), name)
+
+
+def _mode_of(path: str, where: str) -> int | None:
+    """What lies at a path, links followed; None where nothing does.
+
+    Raises:
+        StorageError: the system does not tell.
+    """
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        reason = error.strerror or str(error)
+        hint = "look at the rights of its folders, and as whom you run" if error.errno == errno.EACCES else None
+        raise StorageError(f"cannot be looked at: {reason}", where=where, hint=hint) from error
+    except ValueError as error:  # a NUL
+        raise UsageError("is no path", where=repr(where)) from error
 
 
 def _inside_archive(path: str) -> Store | None:
@@ -110,7 +137,9 @@ def _hint(path: str) -> str | None:
     if path.startswith("~"):
         return f"only shells know ~: {os.path.expanduser(path)}"
     if os.path.islink(path):
-        return f"it is a link to {os.readlink(path)!r}, which does not exist"
+        target = os.readlink(path)
+        is_round = os.path.lexists(os.path.join(os.path.dirname(path), target))
+        return f"it is a link to {target!r}, which {'leads back to it' if is_round else 'does not exist'}"
     folder, name = os.path.split(os.path.abspath(path))
     while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder, name = os.path.split(folder)

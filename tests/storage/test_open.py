@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
-from ckpt_tool.errors import NotFound, UsageError
+from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.storage.open import open_store
 
 
@@ -66,6 +69,53 @@ def test_missing(run: Path) -> None:
     with pytest.raises(NotFound) as caught:
         open_store(run / "zzz")
     assert caught.value.hint == "beside it are: step_100, step_200"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file(run: Path, kind: str) -> None:
+    """It is there, but who read it might wait for ever; a link to it is no better."""
+    path = run / "odd"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(os.path.relpath(path))
+    else:
+        path = Path(os.devnull)
+    (run / "link").symlink_to(path)
+    for each in (path, run / "link"):
+        with pytest.raises(UsageError, match=f"is a {kind}, expected a file or a folder"):
+            open_store(each)
+
+
+def test_links_in_a_circle(run: Path) -> None:
+    """What they lead to does exist."""
+    (run / "one").symlink_to("other")
+    (run / "other").symlink_to("one")
+    with pytest.raises(NotFound, match="no such file or folder") as caught:
+        open_store(run / "one")
+    assert caught.value.hint == "it is a link to 'other', which leads back to it"
+
+
+@pytest.mark.parametrize(("number", "hint"), [(errno.EACCES, "look at the rights"), (errno.ESTALE, None)])
+def test_what_the_system_does_not_tell(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int, hint: str | None
+) -> None:
+    """A folder that one must not look into is not one that has no such file."""
+    real = os.stat
+
+    def failing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("step_100"):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(StorageError, match=f"step_100: cannot be looked at: {os.strerror(number)}") as caught:
+        open_store(run / "step_100")
+    assert (caught.value.hint or "").startswith(hint or "")
+    assert (caught.value.hint is None) == (hint is None)
+    with pytest.raises(UsageError, match="is no path"):
+        open_store("a\0b")
 
 
 def test_missing_behind_a_link(run: Path) -> None:
