@@ -96,13 +96,15 @@ def _cells(name: str, members: Sequence[TensorDiff]) -> list[Cell]:
     percent = 100 * n / total
     share = f"{n:,} ({'all' if n == total else f'{min(percent, 99.9):.1f}%' if percent > 1 else f'{percent:.1g}%'})"
     ulps = [each.max_ulp for each in differing if each.max_ulp is not None]
+    absolute = [each.max_abs for each in differing if each.max_abs is not None]
+    relative = [each.max_rel for each in differing if each.max_rel is not None]
     return [
         name,
         count,
         what,
         share,
-        f"{max(each.max_abs for each in differing):.3g}",
-        f"{max(each.max_rel for each in differing):.3g}",
+        f"{max(absolute):.3g}" if absolute else "",
+        f"{max(relative):.3g}" if relative else "",
         f"{max(ulps):,}" if ulps else "",
         Span(_first(differing), "dim"),
     ]

@@ -45,9 +45,10 @@ class Tally:
     """Differing elements that are zero on both sides."""
     n_uncast: int = 0
     """Where the types differ: elements of the narrower type that are not what rounding the wider one gives."""
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    """Largest difference relative to the larger magnitude of the two, 0 to 2."""
+    max_abs: float | None = 0.0
+    """None for types that are only bytes, whose elements have no distance."""
+    max_rel: float | None = 0.0
+    """Largest difference relative to the larger magnitude of the two, 0 to 2; None as above."""
     max_ulp: int | None = None
     """Largest number of representable steps between two values; None for types without, or of two types."""
 
@@ -64,10 +65,14 @@ class Tally:
         self.n_non_finite += other.n_non_finite
         self.n_signed_zero += other.n_signed_zero
         self.n_uncast += other.n_uncast
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.max_rel = max(self.max_rel, other.max_rel)
+        self.max_abs = _larger(self.max_abs, other.max_abs)
+        self.max_rel = _larger(self.max_rel, other.max_rel)
         if other.max_ulp is not None:
             self.max_ulp = max(self.max_ulp or 0, other.max_ulp)
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else max(one, other)
 
 
 def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
@@ -179,6 +184,7 @@ def _measure(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: DType) -> Tally:
     found = Tally(n_differing=len(a))
     values_a, values_b = element_values(a, dtype), element_values(b, dtype)
     if values_a is None or values_b is None:
+        found.max_abs = found.max_rel = None
         return found
     if dtype.kind not in {"float", "complex"}:
         _measure_integers(values_a, values_b, found)
@@ -238,6 +244,8 @@ def _unequal(
         picked = np.flatnonzero(_differs(a, b)) if a.dtype.itemsize == b.dtype.itemsize else np.arange(len(a))
         found.n_differing += len(picked)
         found.n_uncast += len(picked)
+        if len(picked):
+            found.max_abs = found.max_rel = None
         return picked
     wide: npt.DTypeLike = np.complex128 if "c" in {values_a.dtype.kind, values_b.dtype.kind} else np.float64
     exact_a, exact_b = values_a.astype(wide), values_b.astype(wide)

@@ -43,9 +43,10 @@ class Measures:
     """Elements that are NaN on both sides, of other bits."""
     n_non_finite: int
     n_signed_zero: int
-    max_abs: float
-    max_rel: float
-    """Relative to the larger magnitude of the two."""
+    max_abs: float | None
+    """None for types that are only bytes."""
+    max_rel: float | None
+    """Relative to the larger magnitude of the two; None as above."""
     max_ulp: int | None
     first_index: tuple[int, ...] | None
     """Global index of the first element that differs, in row-major order."""
