@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt_tool.dtypes import DType
 from ckpt_tool.sizes import counted
 
 __all__ = ["array_text", "object_text"]
@@ -63,6 +64,8 @@ def _pieces(value: Any, budget: int, depth: int) -> Iterator[str]:
         yield repr(value[: budget + 1])
     elif isinstance(value, bytes):
         yield f"<{counted(len(value), 'byte')}>"
+    elif isinstance(value, DType):
+        yield f"torch.{value.name}"
     elif hasattr(value, "dtype") and hasattr(value, "ndim"):
         yield f"<array {value.dtype} {list(value.shape)}>" if value.ndim else str(value)
     else:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ckpt_tool.cli.render_values import array_text, object_text
+from ckpt_tool.dtypes import dtype
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from ckpt_tool.cli.render_values import array_text, object_text
         (b"123", "<3 bytes>"),
         (np.zeros((2, 3), np.float32), "<array float32 [2, 3]>"),
         (np.float64(0.5), "0.5"),
+        ({"param_dtype": dtype("bf16")}, "{param_dtype: torch.bfloat16}"),
         ("x" * 10**6, "'" + "x" * 38 + "…"),
     ],
 )

@@ -144,3 +144,16 @@ def test_whole_modules(ckpt: Ckpt, tmp_path: Path, *, is_zip: bool) -> None:
     assert ckpt("verify", tmp_path / "m.pt", "--full").status == 0
     with open_checkpoint(tmp_path / "m.pt") as checkpoint:
         assert checkpoint.objects() == {"epoch": 3}
+
+
+def test_tensors_without_data(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A meta tensor that was saved is what verify warns of, not a file in which nothing is wrong."""
+    state = {"w": torch.ones(2), "gone": torch.empty(3, 4, device="meta")}
+    torch.save(state, tmp_path / "m.pt")
+    found = ckpt("verify", tmp_path / "m.pt")
+    assert (found.status, "'gone': weight data absent: a meta tensor was saved" in found.text) == (0, True)
+    assert ckpt("verify", tmp_path / "m.pt", "--strict").status == 1
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "out.safetensors")
+    assert "'gone' is a meta tensor [3, 4] without data; it is left out" in done.text
+    torch.save({"w": state["w"]}, tmp_path / "whole.pt")
+    assert ckpt("verify", tmp_path / "whole.pt", "--strict").status == 0

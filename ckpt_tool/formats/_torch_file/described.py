@@ -50,6 +50,9 @@ def manifest_of(
     int_keyed = list(dict.fromkeys(name for one in entries for name in one.int_keyed))
     if int_keyed:
         described["int_keyed_dicts"] = int_keyed
+    without_data = list(dict.fromkeys(name for one in entries for name in one.without_data))
+    if without_data:
+        described["without_data"] = without_data
     legacy = [file.path for file in files if file.kind == "legacy"]
     if legacy:
         described["legacy_files"] = legacy

@@ -75,6 +75,8 @@ class Entries:
     """Names of Python attributes of tensors that are left out."""
     unsaved: list[str] = field(default_factory=list)
     """Dotted names of buffers that a pickled module has and its ``state_dict`` does not."""
+    without_data: list[str] = field(default_factory=list)
+    """Dotted names of meta tensors, which are left out."""
 
 
 def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
@@ -138,6 +140,7 @@ def _walk(
     for path, value in walk(root, parts_of, prefix=prefix, max_values=max_values):
         name = ".".join(map(str, path))
         if isinstance(value, MetaTensorRef):
+            found.without_data.append(name)
             found.notes.append(f"{name!r} is a meta tensor {list(value.shape)} without data; it is left out")
         elif isinstance(value, StorageRef):
             found.notes.append(f"{name!r} is a storage, kept as a tensor of one dimension")

@@ -19,7 +19,10 @@ _SHOWN = 3
 
 
 def archive_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
-    """Storages without a checksum, and storages that no tensor uses; one request per file for its directory."""
+    """Tensors without data, and storages without a checksum; one request per file for its directory."""
+    for name in manifest.info.get("without_data", ()):
+        said = f"{name!r}: weight data absent: a meta tensor was saved, which has a shape and no elements"
+        yield Finding("absent-weight", Severity.WARNING, said, fqn=name)
     for entry in plain_zips(manifest):
         directory, _ = zip_directory(source, entry.path)
         members = storage_members(directory)
