@@ -90,7 +90,13 @@ def _where_tensors_are(manifest: Manifest) -> str:
     if arrays:
         what = f"{counted(len(arrays), 'array of numpy', 'are')} among them, such as {arrays[0]}"
         return f"{what}: save them as tensors of torch, or with numpy.savez"
-    return "inspect --objects shows them; DCP with flatten_state_dict=False keeps tensors inside one"
+    hint = "inspect --objects shows them"
+    if manifest.format == "dcp":  # torch's own tool, whose result has the tensors apart
+        hint += (
+            "; with flatten_state_dict=False tensors are inside them: torch has python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch SRC OUT.pt, which unpickles what it reads"
+        )
+    return hint
 
 
 def texts(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import DefaultSavePlanner, save
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -350,12 +350,26 @@ def test_r22_scalars_and_nothing(ckpt: Ckpt, tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_r22_a_file_of_no_element(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R22: with a file for each item, that of a tensor without elements is known, and one of an earlier save is not."""
+    state = {"w": torch.ones(2), "none": torch.empty(0, 4)}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "c", single_file_per_rank=False), no_dist=True)
+    assert len(list((tmp_path / "c").glob("*.distcp"))) == 2
+    assert ckpt("verify", tmp_path / "c", "--full", "--strict").status == 0
+    put(tmp_path / "c", {"__0_7.distcp": saved(torch.ones(1))})
+    found = ckpt("verify", tmp_path / "c", "--full", "--strict")
+    assert (found.status, "__0_7.distcp" in found.out) == (1, True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_inside_an_object_are_never_lost(ckpt: Ckpt, tmp_path: Path) -> None:
     """A state dict that was not flattened is one object: a format of tensors alone refuses it, DCP takes it along."""
     state, planner = {"model": {"w": torch.ones(2)}, "step": 3}, DefaultSavePlanner(flatten_state_dict=False)
     save(state, checkpoint_id=tmp_path / "source", no_dist=True, planner=planner)
     assert "w: <tensor float32 [2]>" in ckpt("inspect", tmp_path / "source", "--objects").text
-    assert "no tensors, only 2 other objects" in ckpt("export", tmp_path / "source", tmp_path / "out").err
+    refused = ckpt("export", tmp_path / "source", tmp_path / "out")
+    assert "no tensors, only 2 other objects" in refused.err
+    assert "format_utils dcp_to_torch SRC OUT.pt" in refused.err
     refused = ckpt("export", tmp_path / "source", tmp_path / "out", "--all")
     assert (refused.status, "'model' holds 1 tensor, which would be lost" in refused.err) == (3, True)
     assert ckpt("reshard", tmp_path / "source", tmp_path / "moved", "--dp", "2").status == 0

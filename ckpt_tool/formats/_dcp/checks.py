@@ -160,16 +160,22 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
                 f"the file has {counted(nbytes, 'byte')}, expected {ends[path]:,}: {ends[path] - nbytes:,} are missing"
             )
             yield Finding("cut-file", Severity.ERROR, message, where=FileRange(path, nbytes, ends[path] - nbytes))
+    known = {*holds, *(where.path for where in _other_items(manifest))}
     folders = {"", *(path.rpartition("/")[0] for path in holds)}
     for path in listing.paths:
         if not path.endswith(".distcp") or path.rpartition("/")[0] not in folders:
             continue
         # A rank with nothing to write leaves an empty file, which nothing refers to.
-        if path not in holds and listing.nbytes(path):
+        if path not in known and listing.nbytes(path):
             message = (
                 f"{counted(listing.nbytes(path), 'byte')} that the metadata does not refer to: left by an earlier save?"
             )
             yield Finding("unknown-file", Severity.WARNING, message, where=FileRange(path, 0, listing.nbytes(path)))
+
+
+def _other_items(manifest: Manifest) -> list[FileRange]:
+    """Items of chunks without elements, which may have a file to themselves and are missed nowhere."""
+    return [] if manifest.items is None else manifest.items.ranges(manifest.files)
 
 
 def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRange, bytes, bytes]]:
