@@ -323,7 +323,7 @@ Overwrite = Annotated[bool, option("--overwrite", WORK, "Replace what is there."
 Resume = Annotated[bool, option("--resume", WORK, "Go on with an unfinished DST of the same command.")]
 NoFsync = Annotated[bool, option("--no-fsync", WORK, "Do not wait until the disk has it: faster, not crash-safe.")]
 DryRun = Annotated[bool, option("--dry-run", WORK, "Show the plan, write nothing.")]
-PlanJson = Annotated[str | None, option("--plan-json", WORK, "Save the plan as JSON lines; - for stdout.", "FILE")]
+PlanJson = Annotated[str | None, option("--plan-json", WORK, "Save the plan as JSON; - for stdout.", "FILE")]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (errors too, on stderr).")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print bare values only, and errors.")]

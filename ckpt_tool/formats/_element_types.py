@@ -47,6 +47,9 @@ def _hint(found: Mapping[str, tuple[DType, str]], other: str | None, *, are_cast
     ways = ["leave them out with " + " ".join(f"--exclude dtype:{name}" for name in found)]
     if are_cast:
         ways.insert(0, "cast them with --dtype fp32")
-    if other is not None and all(kind.kind not in {"quantized", "opaque"} for kind, _ in found.values()):
+    kinds = [kind for kind, _ in found.values()]
+    if other is not None and all(kind.kind not in {"quantized", "opaque"} for kind in kinds):
         ways.append(f"choose --to {other}")
+    elif all(kind.safetensors is not None for kind in kinds):  # from a header, and back into one
+        ways.append("choose what keeps types that it does not know: --to safetensors of export, rank-files of reshard")
     return ", or ".join(ways)

@@ -71,7 +71,7 @@ def detect_family(fqns: Iterable[str]) -> Detection:
     if not ranked:
         near = _nearest(misfits, readings)
         raise LayoutError(
-            f"the names of {len(distinct):,} kinds of tensors fit no known family{near}",
+            f"the names of {counted(len(distinct), 'kind of tensors')} fit no known family{near}",
             hint=f"give rules with --rules FILE, or every rank a copy with --default replicate; known families are "
             f"{', '.join(_texts())}",
         )

@@ -113,6 +113,16 @@ def test_r34_ghosts_of_an_index(ckpt: Ckpt, tmp_path: Path) -> None:
     assert sorted(written["weight_map"]) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("name", ["out.pt", "out.npz", "out.gguf"])
+def test_r28_no_option_is_passed_over(ckpt: Ckpt, tmp_path: Path, name: str) -> None:
+    """R28: a size of shards is refused where the format has none, instead of one large file in spite of it."""
+    torch.save({"w": torch.ones(4, 4)}, tmp_path / "m.pt")
+    refused = ckpt("export", tmp_path / "m.pt", tmp_path / name, "--max-shard-size", "20")
+    assert (refused.status, "has no shards of a size to choose" in refused.err) == (2, True)
+    assert not (tmp_path / name).exists()
+    assert ckpt("export", tmp_path / "m.pt", tmp_path / name).status == 0
+
+
 @pytest.mark.parametrize(
     ("tied", "says_tied", "kept"),
     [

@@ -264,6 +264,7 @@ class TestR95NewTypes:
         source = put(tmp_path / "source", {"m.safetensors": self.RAW})
         refused = ckpt("reshard", source, tmp_path / "out", "--dp", "2")
         assert (refused.status, "X9 ('x')" in refused.err, "--exclude" in refused.err) == (3, True, True)
+        assert "--to safetensors of export, rank-files of reshard" in refused.err
 
 
 READ = """

@@ -60,6 +60,8 @@ _HOLDS_OBJECTS = frozenset(
         "gguf",
     }
 )
+_SPLITS = frozenset({"safetensors"})
+"""Formats of several files that end where a size says."""
 _WHOLE_ON_ONE_RANK = frozenset({"consolidated"})
 """Layouts of ranks that programs load as one file too."""
 _BY_SUFFIX = {".npz": "npz", ".gguf": "gguf", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save")}
@@ -130,6 +132,9 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         raise UsageError(f"{to} stores a whole training state; an export writes tensors", hint="use ckpt reshard")
     if share_blocks and to != "safetensors":
         raise UsageError(f"{to} has no header that can be padded", hint="leave out --share-blocks")
+    if max_shard_nbytes is not None and to not in _SPLITS:
+        splits = " or ".join(f"--to {name}" for name in sorted(_SPLITS))
+        raise UsageError(f"{to} has no shards of a size to choose", hint=f"leave out --max-shard-size, or use {splits}")
     options = names_options(family, naming, facts, true_vocab)
     check_asked(options, is_asked=names == "hf")
     check_apart(source, target)

@@ -200,7 +200,7 @@ def _element_type(
     name: str, stored: str, sizes: Sequence[int], nbytes: int, where: str
 ) -> tuple[DType, tuple[int, ...]]:
     """The dtype and shape that the header's words mean, checked against the bytes."""
-    numel, dtype = prod(sizes), from_safetensors(stored)
+    numel, dtype, said = prod(sizes), from_safetensors(stored), f"{name!r}: {stored} of shape {list(sizes)}"
     if numel > _MAX_SIZE:
         raise FormatError(f"{name!r}: shape {list(sizes)} has more than 2**63 elements", where=where)
     if dtype is _FP4:
@@ -214,12 +214,10 @@ def _element_type(
             dtype = opaque(stored, numel=numel, nbytes=nbytes)
         except FormatError as error:
             raise FormatError(f"{name!r}: {error.message}", where=where) from error
-    if numel * dtype.bits != nbytes * 8:
-        raise FormatError(
-            f"{name!r}: {stored} of shape {list(sizes)} takes {numel * dtype.bits / 8:,.0f} bytes, its data_offsets "
-            f"span {nbytes:,}",
-            where=where,
-        )
+    n_bits = numel * dtype.bits
+    if n_bits != nbytes * 8:
+        takes = f"{n_bits:,} bits, which fill no whole bytes" if n_bits % 8 else f"{n_bits // 8:,} bytes"
+        raise FormatError(f"{said} takes {takes}, its data_offsets span {nbytes:,}", where=where)
     return dtype, tuple(sizes)
 
 

@@ -158,6 +158,8 @@ CONTRADICTIONS = [
     ("trailing, no tensor", {}, 3, r"3 bytes after the last tensor"),
     ("cut", {"a": entry("U8", [9], 0, 9)}, 4, r"'a' ends at byte 77, the file has 72 \(5 missing\)"),
     ("length", {"a": entry("F32", [2], 0, 4)}, 4, r"F32 of shape \[2\] takes 8 bytes, its data_offsets span 4"),
+    ("bits", {"a": entry("F4", [3], 0, 2)}, 2, r"F4 of shape \[3\] takes 12 bits, which fill no whole bytes, its"),
+    ("packed", {"a": entry("F4", [2, 8], 0, 4)}, 4, r"F4 of shape \[2, 8\] takes 8 bytes, its data_offsets span 4"),
     ("backwards", {"a": entry("U8", [0], 3, 1)}, 3, "must be ascending counts"),
     ("negative", {"a": entry("U8", [-1, -1], 0, 1)}, 1, "must be ascending counts"),
     ("bool", {"a": entry("U8", [True], 0, 1)}, 1, "must be ascending counts"),
