@@ -65,6 +65,18 @@ def test_r43_both_majors_of_numpy(ckpt: Ckpt, tmp_path: Path) -> None:
     ]
 
 
+def test_r43_records_with_arrays_in_fields(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R43: a field that is an array keeps its elements' type and its shape, where it became opaque bytes."""
+    kind = np.dtype([("x", "<f4", (2, 3)), ("y", "<i8"), ("z", [("a", "<u2", 2)])])
+    array = np.zeros(2, dtype=kind)
+    array["x"], array["y"], array["z"]["a"] = 1.5, 7, 9
+    torch.save({"w": torch.ones(2), "table": array, "kind": kind}, tmp_path / "m.pt")
+    assert ckpt("export", tmp_path / "m.pt", tmp_path / "out.pt", "--all").status == 0
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert (found["table"].dtype, found["kind"]) == (kind, kind)
+    assert found["table"].tobytes() == array.tobytes()
+
+
 def test_r44_an_enum_of_a_missing_library(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R44: an enum of a library that is not here is shown by its class and its value."""
     module: Any = ModuleType("deepspeed_of_a_test")

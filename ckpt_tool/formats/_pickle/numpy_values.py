@@ -64,6 +64,12 @@ class NumpyDType:
                     "itemsize": self.state[5],
                 }
             )
+        subarray = self.state[2] if len(self.state) > 5 else None
+        if subarray is not None:  # a field that is an array itself: its elements' dtype, and its shape
+            element, shape = subarray
+            if not isinstance(element, NumpyDType):
+                raise FormatError("a numpy dtype of arrays lacks the dtype of their elements")
+            return np.dtype((element.as_numpy(), shape))
         if len(self.code) > 32:
             raise FormatError("a numpy dtype code is longer than 32 characters")
         code = self.code
@@ -144,7 +150,10 @@ def _checked(shape: object, described: object) -> tuple[np.dtype[Any], int]:
         if type(length) is not int or not 0 <= length < 1 << 62:
             raise FormatError("a pickled numpy array: a length of its shape is no length")
         n_elements *= length
-    return described.as_numpy(), n_elements
+    dtype = described.as_numpy()
+    if dtype.subdtype is not None:  # numpy gives such dimensions to the array itself
+        raise FormatError("a pickled numpy array has elements that are arrays, which only fields of a record can be")
+    return dtype, n_elements
 
 
 def _raw(elements: object, nbytes: int) -> bytes:

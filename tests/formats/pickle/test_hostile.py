@@ -278,6 +278,20 @@ def test_numpy_arrays_with_lying_sizes_are_refused() -> None:
             load_pickle(dump_pickle(made), where="x.pt")
 
 
+@pytest.mark.parametrize("inner", ["f4", 3])
+def test_numpy_arrays_of_arrays_are_refused(inner: Any) -> None:
+    """Only a field can be an array; an array of such elements is nothing that numpy makes."""
+    from ckpt_tool.formats._pickle.dump import dump_pickle
+    from ckpt_tool.formats._pickle.numpy_values import NumpyDType
+
+    described = NumpyDType("V8")
+    described.state = (3, "|", (NumpyDType(inner) if isinstance(inner, str) else inner, (2,)), None, None, 8, 4, 0)
+    made = Global("numpy._core.multiarray", "_reconstruct")(Global("numpy", "ndarray"), (0,), b"b")
+    made.state = (1, (1,), described, False, b"\0" * 8)
+    with pytest.raises(CkptError, match=r"elements that are arrays|lacks the dtype of their elements"):
+        load_pickle(dump_pickle(made), where="x.pt")
+
+
 def test_garbage_collection_is_restored() -> None:
     """Also after a failure."""
     assert gc.isenabled()
