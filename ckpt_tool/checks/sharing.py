@@ -11,6 +11,7 @@ import numpy as np
 
 from ckpt_tool.checks.extents import chunk_nbytes
 from ckpt_tool.geometry.columns import BoolArray, Int64Array
+from ckpt_tool.geometry.overlaps import have_common_element
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import SECTIONS, ChunkFlag
@@ -90,6 +91,8 @@ def _judge(manifest: Manifest, left: int, right: int, *, is_item: bool) -> Findi
     if one.fqn != other.fqn and is_same_range:
         said = f"{other.fqn!r} shares all its {counted(other.where.length, 'byte')} with {one.fqn!r}"
         return Finding("tied-tensors", Severity.INFO, said, other.fqn, other.where)
+    if not is_item and _are_interleaved(manifest, left, right):
+        return None
     common = min(one.where.end, other.where.end) - other.where.offset
     said = (
         f"{other.fqn!r} {other.box} and {one.fqn!r} {one.box} share {counted(common, 'byte')} from byte "
@@ -105,6 +108,18 @@ def _judge(manifest: Manifest, left: int, right: int, *, is_item: bool) -> Findi
         )
     said += ", of different types or between elements"
     return Finding("bytes-overlap", Severity.WARNING, said, other.fqn, other.where)
+
+
+def _are_interleaved(manifest: Manifest, left: int, right: int) -> bool:
+    """Whether the elements of two strided chunks lie between one another's: halves of a transposed weight do."""
+    chunks, tensors = manifest.chunks, manifest.tensors
+    one, other = (chunks.record(row, tensors, manifest.files) for row in (left, right))
+    dtype = tensors.dtypes[chunks.tensor[left]]
+    distance, odd = divmod((other.where.offset - one.where.offset) * 8, dtype.bits)
+    if one.strides is None or one.strides != other.strides or min(one.strides) < 1 or odd:
+        return False
+    is_alike = dtype == tensors.dtypes[chunks.tensor[right]]
+    return is_alike and not have_common_element(distance, one.strides, one.box.sizes, other.box.sizes)
 
 
 def _is_counter(manifest: Manifest, row: int) -> bool:

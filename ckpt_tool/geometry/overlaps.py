@@ -13,10 +13,44 @@ import numpy.typing as npt
 
 from ckpt_tool.geometry.columns import Int64Array
 
-__all__ = ["exact_duplicates", "first_equal", "overlapping_pairs", "row_digest"]
+__all__ = ["exact_duplicates", "first_equal", "have_common_element", "overlapping_pairs", "row_digest"]
 
 _FEW_ROWS = 64
+_MAX_STEPS = 256  # candidates kept for each dimension; one or two where strides are those of a view
 _PAIRS_PER_BLOCK = 1 << 21  # candidate pairs compared at once: about 100 MB of temporaries
+
+
+def have_common_element(
+    distance: int, strides: Sequence[int], sizes: Sequence[int], other_sizes: Sequence[int]
+) -> bool:
+    """Whether two strided boxes of one memory share an element; True where too many steps would be needed to tell.
+
+    Args:
+        distance: elements from the first one of the box to the first one of the other.
+        strides: of both, in elements, none below 1.
+        sizes: of the box.
+        other_sizes: of the other.
+
+    >>> have_common_element(3, (1, 6), (3, 4), (3, 4)), have_common_element(2, (1, 6), (3, 4), (3, 4))
+    (False, True)
+    """
+    dims = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    left = {distance}
+    for number, dim in enumerate(dims):
+        # What smaller strides can still make up for, at least and at most.
+        low = -sum((other_sizes[d] - 1) * strides[d] for d in dims[number + 1 :])
+        high = sum((sizes[d] - 1) * strides[d] for d in dims[number + 1 :])
+        found = set()
+        for rest in left:
+            first = max(-(other_sizes[dim] - 1), -((high - rest) // strides[dim]))
+            last = min(sizes[dim] - 1, (rest - low) // strides[dim])
+            if last - first > _MAX_STEPS:
+                return True
+            found |= {rest - step * strides[dim] for step in range(first, last + 1)}
+        if len(found) > _MAX_STEPS:
+            return True
+        left = found
+    return 0 in left
 
 
 def exact_duplicates(offsets: Int64Array, sizes: Int64Array, group: Int64Array | None = None) -> Int64Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.dtypes import dtype
@@ -87,3 +89,17 @@ def test_two_boxes_of_one_tensor_do_not_share_bytes() -> None:
     manifest = make([tensor("w", (8,))], [made("w", Box((at,), (4,)), where) for at in (0, 4)])
     has_chunk = measure(manifest, Listing("", {"a.bin": 16})).has_chunk
     assert [found.kind for found in sharing_findings(manifest, has_chunk)] == ["bytes-overlap"]
+
+
+def test_strided_boxes_may_lie_between_one_another() -> None:
+    """Halves of a transposed weight meet in their range of bytes and share none, unless one begins too early."""
+
+    def kinds(second: int) -> list[str]:
+        ranges = FileRange("a.bin", 0, 84), FileRange("a.bin", second, 84)
+        parts = [made("w", Box((3 * n, 0), (3, 4)), where) for n, where in enumerate(ranges)]
+        manifest = make([tensor("w", (6, 4))], [replace(part, strides=(1, 6)) for part in parts])
+        has_chunk = measure(manifest, Listing("", {"a.bin": 200})).has_chunk
+        return [found.kind for found in sharing_findings(manifest, has_chunk)]
+
+    assert kinds(12) == []
+    assert kinds(8) == kinds(10) == ["bytes-overlap"]

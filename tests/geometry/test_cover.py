@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ckpt_tool.geometry.box import Box, intersect
 from ckpt_tool.geometry.columns import Int64Array, boxes_from_columns
 from ckpt_tool.geometry.cover import coverage, exact_duplicates, gaps, overlapping_pairs, volumes_match
+from ckpt_tool.geometry.overlaps import have_common_element
 from tests import oracle
 from tests.invariants import assert_partition
 from tests.strategies import boxes, mesh_boxes, partitions, shapes
@@ -171,3 +172,18 @@ def test_large_grids_are_told_exactly(grid: tuple[int, ...]) -> None:
     result = coverage(shape, offsets[shuffled[1:]], sizes[shuffled[1:]])
     assert result.gaps == tuple(lost)
     assert result.missing_elements == prod(lost[0].sizes)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(-40, 40),
+)
+def test_strided_boxes_meet_where_an_element_is_in_both(dims: list[tuple[int, int, int]], distance: int) -> None:
+    """Told from strides and sizes alone, as by listing every element of both."""
+    strides, sizes, others = zip(*dims, strict=True)
+
+    def elements(start: int, counts: tuple[int, ...]) -> set[int]:
+        return set((start + np.indices(counts).reshape(len(counts), -1).T @ np.array(strides)).tolist())
+
+    expected = bool(elements(0, sizes) & elements(distance, others))
+    assert have_common_element(distance, strides, sizes, others) == expected

@@ -195,11 +195,15 @@ class _Cutter:
         is_shared = (self.is_tied or self.predicts_ahead) and self.grid.pp > 1
         rules = built_in_rules()
         buffers = {key for key in self.shapes if rules.cut(_rest(key)) == "buffer"}
-        parameters = registered(
-            [key for key in self.shapes if key not in buffers], layers, experts, order=self.order,
-            is_grouped=self.is_grouped, is_first=is_first, is_last=is_last,
-            is_tied=is_shared and self.is_tied,
-        )  # fmt: skip
+        try:
+            parameters = registered(
+                [key for key in self.shapes if key not in buffers], layers, experts, order=self.order,
+                is_grouped=self.is_grouped, is_first=is_first, is_last=is_last,
+                is_tied=is_shared and self.is_tied,
+            )  # fmt: skip
+        except LayoutError as error:
+            error.hint = "use --to megatron-dist, which needs none"
+            raise
         for parameter in parameters:
             name = parameter.live or self._live(parameter, layers, experts)
             yield self._held(name, parameter, tensor_rank, is_shared=is_shared and parameter.key == _EMBEDDING)

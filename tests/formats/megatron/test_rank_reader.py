@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
+import torch
 
 from ckpt_tool.api.checkpoint import open_checkpoint
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.megatron.rank_reader import READER
@@ -140,3 +145,24 @@ def test_overwritten_parts_of_experts_are_no_model() -> None:
     ) as caught:
         READER.read(source_of(MemoryStore(files)))
     assert (caught.value.where, "torch_dist" in str(caught.value.hint)) == ("mp_rank_00", True)
+
+
+def test_gated_experts_in_one_tensor_share_no_bytes(tmp_path: Path) -> None:
+    """Mcore's old GroupedMLP on 2 tensor-parallel ranks: gate and up lie between one another's elements, transposed."""
+    first, second = torch.rand(4, 12, 8), torch.rand(4, 8, 6)
+    args = Run(tp=2, dp=2, ep=2, n_experts=4, layers=(((0,),),)).args(moe_grouped_gemm=True)
+    for rank, (expert_rank, tensor_rank) in enumerate(itertools.product(range(2), range(2))):
+        own = slice(2 * expert_rank, 2 * expert_rank + 2)
+        gate, up = (half.chunk(2, 1)[tensor_rank] for half in first[own].chunk(2, 1))
+        model = {
+            "decoder.layers.0.mlp.experts.weight1": torch.cat([gate, up], 1).mT.contiguous().view(8, -1),
+            "decoder.layers.0.mlp.experts.weight2": second[own].chunk(2, 2)[tensor_rank].mT.contiguous().view(-1, 8),
+        }
+        folder = tmp_path / f"mp_rank_{tensor_rank:02d}_{expert_rank:03d}"
+        folder.mkdir()
+        root = {"args": Namespace(**{**vars(args), "rank": rank}), "iteration": 7, "model": model}
+        torch.save(root, folder / "model_optim_rng.pt")
+    assert verify(tmp_path, level="full").is_ok
+    with open_checkpoint(tmp_path) as found:
+        assert torch.equal(found["model.decoder.layers.mlp.experts.experts.linear_fc1.weight"].torch()[0], first)
+        assert torch.equal(found["model.decoder.layers.mlp.experts.experts.linear_fc2.weight"].torch()[0], second)
