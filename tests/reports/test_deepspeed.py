@@ -131,6 +131,33 @@ def test_r79_rules_in_a_file_lead_to_other_ranks(ckpt: Ckpt, tmp_path: Path) -> 
         assert torch.equal(module["up.weight"], whole["up.weight"][2 * rank : 2 * rank + 2])
 
 
+def test_r79_rules_that_are_not_there(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R79: a misspelt rule is refused, for without it a norm would be joined; what no rule names is listed."""
+    whole = {"up.weight": numbered(8, 2), "norm.weight": numbered(4, start=90)}
+    shards = [{**whole, "up.weight": whole["up.weight"][4 * rank : 4 * rank + 4].clone()} for rank in (0, 1)]
+    own = [stage2(shard, (tuple(whole),), mp=mp, mp_world_size=2) for mp, shard in enumerate(shards)]
+    source = put({**own[0], **own[1]}, tmp_path / "source")
+    for rules, said in (
+        (
+            {"tp_replicated_parameter_pattern": [".*norm.*"]},
+            "'tp_replicated_parameter_pattern' is no rule of a universal",
+        ),
+        (
+            {"tp_replicated_parameter_patterns": ["(*norm"]},
+            "universal_checkpoint_info.json: the pattern '(*norm' is none",
+        ),
+    ):
+        (source / "universal_checkpoint_info.json").write_text(json.dumps(rules))
+        refused = ckpt("export", source, tmp_path / "out")
+        assert (refused.status, said in refused.err) == (3, True)
+    (source / "universal_checkpoint_info.json").write_text('{"parameter_to_average_patterns": []}')
+    shown = ckpt("inspect", source).text
+    assert "no rule of universal_checkpoint_info.json names norm.weight, up.weight: joined along dimension 0" in shown
+    rules = {"tp_replicated_parameter_patterns": [".*norm.*"], "vocabulary_parameter_patterns": ["up.*"]}
+    (source / "universal_checkpoint_info.json").write_text(json.dumps(rules))
+    assert "no rule of" not in ckpt("inspect", source).text
+
+
 def test_r79_norms_that_ranks_hold_differently(ckpt: Ckpt, tmp_path: Path) -> None:
     """R79: what rules say that ranks have alike is compared before one is taken, and asked for where it differs."""
     rules = {"universal_checkpoint_version": 0.4, "tp_replicated_parameter_patterns": [r".*norm\.weight"]}

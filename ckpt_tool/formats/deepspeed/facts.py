@@ -175,6 +175,13 @@ def add_notes(
             f"tensor-parallel ranks join, so each is called name@tpN; put rules, as universal_checkpoint_info has "
             f"them, into {INFO_FILE} beside the files"
         )
+    if placement.by_default and placement.rules is not None and placement.rules.where.endswith(INFO_FILE):
+        names = sorted(placement.by_default)
+        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+        notes.append(
+            f"no rule of {INFO_FILE} names {', '.join(names[:_SHOWN])}{more}: joined along dimension 0, as DeepSpeed "
+            "does with the rest"
+        )
     for own, tied in weights.renamed.items():
         notes.append(f"{own!r} is called {tied!r}: the optimizer knows no other parameter of its name")
     if found.files.expert_optims:

@@ -20,6 +20,7 @@ from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.deepspeed.autoep import apart, packed_experts, paddings_apart
 from ckpt_tool.formats.deepspeed.names import ExpertFile, LayerFile, ModelFile, TagFiles
 from ckpt_tool.formats.deepspeed.ranks import tp_world_size_of, world_sizes
+from ckpt_tool.formats.deepspeed.sharding import KNOWN_KEYS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, some_of
 
@@ -247,8 +248,21 @@ def _universal_info(source: Source, files: TagFiles, models: Sequence[ModelState
             return model.root[INFO_KEY], model.file.path
     for path in (files.folder + INFO_FILE, INFO_FILE):
         if path in source.listing:
-            return read_json(source, path), path
+            return _own_rules(read_json(source, path), path), path
     return None, ""
+
+
+def _own_rules(info: object, path: str) -> object:
+    """A file of the user's, whose rules must be known ones: a misspelt one would leave shards joined as by default.
+
+    Raises:
+        FormatError: a rule that is none.
+    """
+    strange = [str(key) for key in info if key not in KNOWN_KEYS] if isinstance(info, Mapping) else []
+    if strange:
+        known = ", ".join(KNOWN_KEYS)
+        raise FormatError(f"{strange[0]!r} is no rule of a {INFO_KEY}", where=path, hint=f"known are {known}")
+    return info
 
 
 def _model(file: TorchFile, mp: int, dp: int | None) -> ModelState:

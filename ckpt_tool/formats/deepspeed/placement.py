@@ -35,7 +35,7 @@ class Target:
 class Placement:
     """Targets by rank and parameter.
 
-    ``copies``, ``averaged``, ``unjoined`` and ``padded`` fill as targets are asked for.
+    ``copies``, ``averaged``, ``unjoined``, ``by_default`` and ``padded`` fill as targets are asked for.
     """
 
     tp_world_size: int
@@ -52,6 +52,8 @@ class Placement:
     """By name: ranks that hold the same elements, the one that is taken first."""
     averaged: set[str] = field(default_factory=set)
     unjoined: set[str] = field(default_factory=set)
+    by_default: set[str] = field(default_factory=set)
+    """Names that no rule names, see `Join`."""
     padded: dict[str, int] = field(default_factory=dict)
     """By name: rows that all shards have together, where some of them are padding."""
 
@@ -93,6 +95,8 @@ class Placement:
             )
         if join.is_averaged:
             self.averaged.add(name)
+        if join.is_default:
+            self.by_default.add(name)
         if join.padded_rows:
             self.padded[name] = join.padded_rows
         return self._placed(name, mp, holders, tp, join)

@@ -8,6 +8,7 @@ parts, rows, and everything else is joined along dimension 0. Without the record
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tool.errors import FormatError, LayoutError, Unsupported
@@ -17,9 +18,16 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.records import dataclass, field
 from ckpt_tool.sizes import counted
 
-__all__ = ["Cut", "Join", "Rules", "Shape", "identity", "ints", "pieces"]
+__all__ = ["KNOWN_KEYS", "Cut", "Join", "Rules", "Shape", "identity", "ints", "pieces"]
 
 Shape = tuple[int, ...]
+KNOWN_KEYS = (
+    "universal_checkpoint_version", "original_vocab_size", "vocabulary_parameter_patterns",
+    "pipeline_replicated_parameter_patterns", "tp_replicated_parameter_patterns", "parameter_to_average_patterns",
+    "parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params",
+    "sub_param_shard_widths", "affine_map", "expert_parameter_patterns", "autotp_unsupported_parameter_patterns",
+)  # fmt: skip
+"""What a record may say (DeepSpeed 0.19, ``checkpoint/constants.py``); those of later versions may say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class Join:
     """The trainer takes the mean of the copies, which need not be equal; here the first rank's is taken."""
     padded_rows: int = 0
     """Rows of all shards together, where some are padding."""
+    is_default: bool = False
+    """No rule names it, and it is joined along dimension 0 as DeepSpeed does with the rest."""
 
     @property
     def replicated_on(self) -> tuple[int, ...]:
@@ -84,6 +94,14 @@ class Rules:
         params = affine.get("params", {}) if isinstance(affine, Mapping) else {}
         if not isinstance(params, Mapping):
             raise FormatError("the affine map has no dict of parameters", where=where)
+        try:
+            return cls._parsed(info, params, where)
+        except (FormatError, Unsupported) as error:
+            error.where = error.where or where
+            raise
+
+    @classmethod
+    def _parsed(cls, info: Mapping[str, Any], params: Mapping[str, Any], where: str) -> Rules:
         size = info.get("original_vocab_size")
         widths = info.get("sub_param_shard_widths") or {}
         return cls(
@@ -175,8 +193,11 @@ class Rules:
         parts = self.parts.get(name)
         if parts is not None:
             return self._in_parts(name, shards, *parts)
-        dim = 1 if self.rows.get(name) and min(map(len, shards.values())) > 1 else 0
-        return _concatenated(shards, dim, {rank: [s[dim]] for rank, s in shards.items() if s}, f"along dimension {dim}")
+        is_row = bool(self.rows.get(name))
+        dim = 1 if is_row and min(map(len, shards.values())) > 1 else 0
+        own = {rank: [s[dim]] for rank, s in shards.items() if s}
+        join = _concatenated(shards, dim, own, f"along dimension {dim}")
+        return replace(join, is_default=not (is_row or self.vocabulary.get(name)))
 
     def _in_parts(self, name: str, shards: Mapping[int, Shape], dim: int, sizes: tuple[int, ...]) -> Join:
         widths = self.part_widths.get(name)
@@ -203,7 +224,7 @@ class Rules:
             for rank, own in join.pairs.items()
         }
         how = f"{join.how}, {counted(join.shape[0] - size, 'row')} of padding left out"
-        return Join(shape, pairs, how, join.is_averaged, join.shape[0])
+        return Join(shape, pairs, how, join.is_averaged, join.shape[0], join.is_default)
 
 
 def _patterns(info: Mapping[str, Any], key: str) -> Patterns[bool]:
