@@ -31,7 +31,9 @@ Family = Annotated[
         "auto finds it by the names, none keeps the names.", "NAME",
     ),
 ]  # fmt: skip
-NamingFile = Annotated[str | None, option("--naming", NAMES, "Rules (TOML) for names, before the family's.", "FILE")]
+NamingFile = Annotated[
+    str | None, option("--naming", NAMES, "Rules (TOML, JSON) for names, before the family's.", "FILE")
+]
 Facts = Annotated[
     list[str] | None,
     option(

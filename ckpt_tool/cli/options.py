@@ -195,7 +195,8 @@ DataMode = Annotated[
     DpMode, option("--dp-mode", LAYOUT, "Cut tensors over data-parallel ranks as FSDP does, or store one copy for all.")
 ]
 RulesFile = Annotated[
-    str | None, option("--rules", LAYOUT, "Rules (TOML) for names that the model's family has no rule for.", "FILE")
+    str | None,
+    option("--rules", LAYOUT, "Rules (TOML, JSON) for names that the model's family has no rule for.", "FILE"),
 ]
 UncoveredAs = Annotated[
     Default | None,

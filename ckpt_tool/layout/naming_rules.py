@@ -55,7 +55,6 @@ not tell it from others, so it has to be asked for; ``allow``: facts that the ba
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -63,13 +62,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tool.errors import LayoutError
-from ckpt_tool.layout.rules import check_keys, compiled
+from ckpt_tool.layout.rules import check_keys, compiled, parsed_rules
 from ckpt_tool.records import dataclass
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
@@ -192,18 +186,15 @@ def load_naming(
     """The naming in a TOML text, followed by its ``base``. ``source`` is named in errors: a path, usually.
 
     Args:
-        text: TOML.
+        text: TOML or JSON.
         source: where it came from.
         known: namings that may be named as base; by default those of the package.
         base: the base of a text that names none.
 
     Raises:
-        LayoutError: not TOML, an unknown key, or a value that does not fit.
+        LayoutError: neither TOML nor JSON, an unknown key, or a value that does not fit.
     """
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise LayoutError(f"not valid TOML: {error}", where=source) from error
+    document = parsed_rules(text, source)
     check_keys(document, {"naming", "facts", "rule", "refuse", "ignore"}, source)
     head = document.get("naming", {})
     check_keys(head, _NAMING_KEYS, f"{source}: [naming]")

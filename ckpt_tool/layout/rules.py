@@ -27,6 +27,7 @@ Rules are data, read from TOML, so that a new model needs no code::
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,17 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Kind", "Rule", "RuleMatch", "RuleSet", "check_keys", "compiled", "load_rules", "typical_names"]
+__all__ = [
+    "Kind",
+    "Rule",
+    "RuleMatch",
+    "RuleSet",
+    "check_keys",
+    "compiled",
+    "load_rules",
+    "parsed_rules",
+    "typical_names",
+]
 
 Kind = Literal[
     "column", "row", "vocab", "replicated", "whole", "fused",
@@ -55,6 +66,7 @@ Part = int | Literal["in", "*"]
 _REPLICATE, _shard = Replicate(), cache(Shard)
 
 _RULE_KEYS = {"match", "kind", "dim", "parts", "stage", "layer", "expert"}
+_LISTS, _TABLES = ("rule", "refuse", "ignore"), ("family", "naming", "facts")
 _FAMILY_KEYS = {"name", "layer_pattern", "detect"}
 
 
@@ -172,17 +184,14 @@ class RuleSet:
 
 
 def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None) -> RuleSet:
-    """The rules in a TOML text; those of ``base`` (a family) follow behind, and ``{layer}`` is by default its own.
+    """The rules in a text (TOML, JSON); those of ``base``, a family, follow behind, and ``{layer}`` is by default its own.
 
     ``source`` is named in errors: a path, usually. Reads no file.
 
     Raises:
-        LayoutError: not TOML, an unknown key or kind, or a pattern that is no regular expression.
+        LayoutError: neither TOML nor JSON, an unknown key or kind, or a pattern that is no regular expression.
     """
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise LayoutError(f"not valid TOML: {error}", where=source) from error
+    document = parsed_rules(text, source)
     check_keys(document, {"family", "rule"}, source)
     family = document.get("family", {})
     check_keys(family, _FAMILY_KEYS, f"{source}: [family]")
@@ -194,6 +203,30 @@ def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None)
         detect=tuple(compiled(pattern, f"{source}: detect") for pattern in family.get("detect", [])),
     )
     return own if base is None else base.preceded_by(own)
+
+
+def parsed_rules(text: str, source: str) -> Mapping[str, Any]:
+    """What a rules file says: TOML, or the same in JSON, which begins with a brace.
+
+    Raises:
+        LayoutError: it is neither, or what should be tables are none.
+    """
+    is_json = text.lstrip().startswith("{")
+    try:
+        document: dict[str, Any] = json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
+        name = "JSON" if is_json else "TOML"
+        hint = "rules are TOML, or the same as a JSON object: docs/layouts.md and docs/megatron.md show some"
+        raise LayoutError(f"not valid {name}: {error}", where=source, hint=hint) from error
+    for key, value in document.items():
+        is_list = key in _LISTS
+        entries = value if is_list and isinstance(value, list) else [value]
+        if not (is_list or key in _TABLES):
+            continue  # said to be unknown by whoever knows what there may be
+        if isinstance(value, list) != is_list or not all(isinstance(entry, dict) for entry in entries):
+            expected = f"a list of tables ([[{key}]])" if is_list else f"a table ([{key}])"
+            raise LayoutError(f"{key} is {type(value).__name__}, expected {expected}", where=source)
+    return document
 
 
 def typical_names(text: str) -> tuple[str, ...]:

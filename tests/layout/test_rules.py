@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.family import builtin_families
+from ckpt_tool.layout.naming_rules import load_naming
 from ckpt_tool.layout.placement import Replicate, Shard, TensorLayout
 from ckpt_tool.layout.rules import RuleSet, load_rules
 
@@ -101,7 +104,13 @@ def test_adapters_are_cut_as_what_they_adapt() -> None:
     ("text", "message"),
     [
         ("[[rule]\n", "not valid TOML"),
+        ('{"rule": [', "not valid JSON"),
+        ("rule:\n- match: x", "not valid TOML"),
         ("[rules]\n", "unknown key 'rules'"),
+        ("rule = 3", r"rule is int, expected a list of tables \(\[\[rule\]\]\)"),
+        ("rule = [3]", "rule is list, expected a list of tables"),
+        ('{"rule": {"match": "x", "kind": "row"}}', "rule is dict, expected a list of tables"),
+        ("family = []", r"family is list, expected a table \(\[family\]\)"),
         ("[family]\nnme = 'x'", "unknown key 'nme'"),
         ("[[rule]]\nkind = 'row'", "a rule needs match"),
         ("[[rule]]\nmatch = 'x'\nkind = 'colum'", "unknown kind 'colum'"),
@@ -119,6 +128,15 @@ def test_a_wrong_rules_file_is_refused(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message) as caught:
         load_rules(text, source="my.toml")
     assert str(caught.value).startswith("my.toml")
+
+
+def test_rules_in_json_are_the_same() -> None:
+    """A JSON object says what TOML does, names and numbers alike."""
+    toml = "[[rule]]\nmatch = '.*fused'\nkind = 'fused'\nparts = [4, 2, 6]\n[[rule]]\nmatch = 'n'\nkind = 'replicated'"
+    rules = [{"match": ".*fused", "kind": "fused", "parts": [4, 2, 6]}, {"match": "n", "kind": "replicated"}]
+    assert load_rules(json.dumps({"rule": rules}, indent=1)) == load_rules(toml)
+    naming = json.dumps({"rule": [{"match": "a", "to": "b"}]})
+    assert load_naming(naming, source="x") == load_naming("[[rule]]\nmatch = 'a'\nto = 'b'", source="x")
 
 
 @pytest.mark.parametrize(
