@@ -184,7 +184,7 @@ class RuleSet:
 
 
 def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None) -> RuleSet:
-    """The rules in a text (TOML, JSON); those of ``base``, a family, follow behind, and ``{layer}`` is by default its own.
+    """The rules in a text, TOML or JSON; those of ``base``, a family, follow, and ``{layer}`` is by default its own.
 
     ``source`` is named in errors: a path, usually. Reads no file.
 

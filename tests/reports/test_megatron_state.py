@@ -251,6 +251,7 @@ def test_r62_stages_without_args_of_a_run(ckpt: Ckpt, tmp_path: Path) -> None:
     shown = ckpt("inspect", source).text
     assert "layers stage 0: 0-1; stage 1: 2; stage 2: 3-4" in shown
     assert "no args of the run: second numbers of rank folders are taken for stages" in shown
+    assert "no args of the run: 1 tensor-parallel rank is here, taken for all there were" in shown
     assert contents(source) == run.truth(slots=())
     fewer = {path: data for path, data in files.items() if not path.split("/")[0].endswith("_002")}
     refused = ckpt("verify", stored(tmp_path / "fewer", fewer))

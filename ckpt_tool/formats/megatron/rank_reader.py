@@ -119,6 +119,10 @@ class MegatronLegacyReader(TorchFilesReader):
                 "no args of the run: second numbers of rank folders are taken for stages, as the first one has the "
                 "embedding and the last one the last norm"
             )
+        if facts.tp is None and not folders[0].is_nemo:
+            model.notes.append(
+                f"no args of the run: {counted(grid.tp, 'tensor-parallel rank', 'are')} here, taken for all there were"
+            )
         rows = Rows()
         for (coord, _), members in model.members.items():
             for member in members:
