@@ -60,6 +60,8 @@ class ParallelRules:
     local_names: Mapping[str, str]
     before: re.Pattern[str] | None = None
     """What stands in front of names of layers outside the decoder."""
+    before_mcore: tuple[tuple[re.Pattern[str], str], ...] = ()
+    """What names of models from before mcore match, and what they became."""
 
     def cut(self, name: str) -> str | None:
         """The kind of cut of the weight called ``name``, None when no rule fits."""
@@ -98,7 +100,8 @@ def _parsed(text: str, where: str) -> ParallelRules:
             cut = _cut_of(rule, where)
             rules += [(re.compile(name), cut) for name in rule["names"]]
         before = re.compile(document["before"]) if "before" in document else None
-        return ParallelRules(tuple(rules), dict(document.get("local_names", {})), before)
+        old = tuple((re.compile(name), to) for name, to in document.get("before_mcore", {}).items())
+        return ParallelRules(tuple(rules), dict(document.get("local_names", {})), before, old)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, re.error) as error:
         raise FormatError(f"no file of parallel rules: {error}", where=where) from error
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tool.errors import FormatError, Unsupported
+from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._pickle.tensors import TensorRef
+from ckpt_tool.formats.megatron.before_mcore import is_before_mcore, with_todays_names
 from ckpt_tool.formats.megatron.facts import Facts
 from ckpt_tool.formats.megatron.live_names import LiveName, live_name, stage_offsets, uses_local_names
 from ckpt_tool.formats.megatron.parallel import (
@@ -143,7 +144,7 @@ def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
 
     Raises:
         FormatError: no model in it.
-        Unsupported: a model from before mcore.
+        Unsupported: a model from before mcore that differs in more than names.
     """
     keys = [key for key in root if isinstance(key, str)] if isinstance(root, dict) else []
     names = [key for key in keys if key.startswith("model") and key[5:].isdecimal()]
@@ -155,13 +156,7 @@ def model_chunks(root: Any, where: str) -> list[Mapping[str, Any]]:
         chunks = [{key.removeprefix(_WRAPPER): value for key, value in chunk.items()} for chunk in chunks]
     if not chunks or not all(isinstance(chunk, dict) and all(type(k) is str for k in chunk) for chunk in chunks):
         raise FormatError(f"no model among the keys {keys[:8]}", where=where)
-    if any(key == "language_model" or key.startswith("language_model.") for chunk in chunks for key in chunk):
-        raise Unsupported(
-            "a model from before mcore: nested under 'language_model', with other names and another order of q, k, v",
-            where=where,
-            hint="load it with the Megatron-LM that wrote it, and save it with --use-mcore-models",
-        )
-    return chunks
+    return [with_todays_names(chunk, root, where) if is_before_mcore(chunk) else chunk for chunk in chunks]
 
 
 def _is_wrapped(chunk: Any) -> bool:

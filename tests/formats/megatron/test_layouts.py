@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_tool.api.trust.verify import verify
-from ckpt_tool.errors import FormatError, LayoutError, Unsupported
+from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats.base import Reader
 from ckpt_tool.formats.megatron.dist_reader import READER as DIST
 from ckpt_tool.formats.megatron.rank_reader import READER as RANKS
@@ -244,16 +244,6 @@ def test_layers_that_are_missing_are_counted() -> None:
 
     with pytest.raises(FormatError, match="the files hold 5 layers in 2 stages, the run's arguments say 80"):
         RANKS.read(source_of(MemoryStore(changed_model(Run(layers=UNEVEN), change))))
-
-
-def test_models_before_mcore_are_refused() -> None:
-    """The nested names of models before mcore are told apart, with what to do."""
-
-    def change(root: dict[str, Any]) -> None:
-        root["model"] = {"language_model": {"encoder": {}}}
-
-    with pytest.raises(Unsupported, match="before mcore"):
-        RANKS.read(source_of(MemoryStore(changed_model(Run(), change))))
 
 
 def test_lone_second_number_is_told_by_arguments() -> None:
