@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import save_file
 
 from ckpt_tool.api.checkpoint import open_checkpoint
+from tests.formats.megatron.places import CHECKPOINTS
 from tests.reports.conftest import FIXTURES, Ckpt
+from tests.reports.made import as_bytes
 
 DCP = FIXTURES / "torch/dcp_fsdp2_tp_2x2/ckpt"
 HF = FIXTURES / "torch/hf_sharded/ckpt"
@@ -103,3 +108,85 @@ def test_metadata_made_of_blobs(tmp_path: Path, ckpt: Ckpt) -> None:
     cut.write_bytes(cut.read_bytes()[:-500])
     ran = ckpt("verify", tmp_path / "d", "--salvage", tmp_path / "less", "--json")
     assert 0 < len(ran.json["lost"]) < len(ran.json["kept"])
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize(("share", "n_whole"), [(0.4, 2), (0.97, 6)])
+def test_a_cut_npz(tmp_path: Path, ckpt: Ckpt, save: Callable[..., None], share: float, n_whole: int) -> None:
+    """R47: a zip of numpy's, whose headers tell what is whole; the names of what was cut off are not known."""
+    arrays = {f"a{n}": np.random.default_rng(n).standard_normal((40, 5)).astype("f4") for n in range(6)}
+    save(tmp_path / "in.npz", **arrays)
+    raw = (tmp_path / "in.npz").read_bytes()
+    (tmp_path / "in.npz").write_bytes(raw[: int(len(raw) * share)])
+    refused = ckpt("inspect", tmp_path / "in.npz")
+    assert (refused.status, f"{n_whole} members are whole" in refused.err) == (3, True)
+    saved = ckpt("verify", tmp_path / "in.npz", "--salvage", tmp_path / "out.npz", "--json")
+    assert (saved.status, saved.json["kept"]) == (1, [f"a{n}" for n in range(n_whole)])
+    assert "not known" in saved.json["unknown"][0]
+    with np.load(tmp_path / "out.npz") as found:
+        assert all(np.array_equal(found[name], arrays[name]) for name in saved.json["kept"])
+
+
+def test_a_cut_gguf(tmp_path: Path, ckpt: Ckpt) -> None:
+    """R47: the header names what the rest of a cut file lacks."""
+    arrays: dict[str, Any] = {f"a{n}": np.full((8, 5), n, "f4") for n in range(4)}
+    np.savez(tmp_path / "in.npz", **arrays)
+    assert ckpt("export", tmp_path / "in.npz", tmp_path / "in.gguf").status == 0
+    raw = (tmp_path / "in.gguf").read_bytes()
+    (tmp_path / "in.gguf").write_bytes(raw[:-170])
+    assert "--salvage OUT.gguf" in ckpt("verify", tmp_path / "in.gguf").err
+    saved = ckpt("verify", tmp_path / "in.gguf", "--salvage", tmp_path / "out.gguf", "--json")
+    assert (saved.status, [each["fqn"] for each in saved.json["lost"]]) == (1, ["a2", "a3"])
+    assert {fqn: data for fqn, (_, _, data) in as_bytes(tmp_path / "out.gguf").items()} == {
+        fqn: arrays[fqn].tobytes() for fqn in ("a0", "a1")
+    }
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:9000])]
+)
+def test_a_rank_of_megatron_without_its_optimizer(tmp_path: Path, ckpt: Ckpt, damage: Callable[[Path], object]) -> None:
+    """R47, R11: the optimizer of one rank is gone or cut: weights and what the other ranks have are kept."""
+    whole = CHECKPOINTS / "legacy_t2p2/ckpt"
+    shutil.copytree(whole, tmp_path / "in")
+    damage(tmp_path / "in/iter_0000010/mp_rank_01_001/distrib_optim.pt")
+    checked = ckpt("verify", tmp_path / "in")
+    assert (checked.status, "iter_0000010/mp_rank_01_001/distrib_optim.pt" in checked.text) == (1, True)
+    assert "mp_rank_01_001/distrib_optim.pt" in ckpt("verify", tmp_path / "in", "--plan-fetch").out
+    refused = ckpt("reshard", tmp_path / "in", tmp_path / "no", "--tp", "1")
+    assert (refused.status, "mp_rank_01_001/distrib_optim.pt" in refused.err) == (3, True)
+    assert ckpt("verify", tmp_path / "in", "--salvage", tmp_path / "out").status == 1
+    truth, kept = as_bytes(whole), as_bytes(tmp_path / "out")
+    assert {fqn for fqn in truth if fqn.startswith("model.")} <= kept.keys() < truth.keys()
+    assert all(truth[fqn] == value for fqn, value in kept.items())
+
+
+@pytest.mark.parametrize(
+    ("fixture", "gone"),
+    [
+        ("old012_zarr_t2p1d1/ckpt/iter_0000010", "rng_state/shard_0.1_1.2.pt"),
+        ("ds_z2_bf16/ckpt/global_step3_universal", "zero/emb.weight/exp_avg_sq.pt"),
+    ],
+)
+def test_nothing_is_lost_is_said_of_whole_checkpoints_alone(
+    tmp_path: Path, ckpt: Ckpt, fixture: str, gone: str
+) -> None:
+    """W13: a file that only others tell of, and whose tensors or objects have no entry, is not passed over."""
+    source = CHECKPOINTS / fixture if fixture.startswith("old") else FIXTURES / "deepspeed" / fixture
+    shutil.copytree(source, tmp_path / "in")
+    assert ckpt("verify", tmp_path / "in", "--salvage", tmp_path / "all").status == 0
+    (tmp_path / "in" / gone).unlink()
+    saved = ckpt("verify", tmp_path / "in", "--salvage", tmp_path / "out", "--json")
+    assert (saved.status, gone in " ".join(saved.json["unknown"])) == (1, True)
+
+
+@pytest.mark.parametrize("stage", ["ds_z2_bf16", "ds_z3_bf16"])
+def test_a_universal_checkpoint_without_model_states(tmp_path: Path, ckpt: Ckpt, stage: str) -> None:
+    """R79, R82: nothing names the parameters then: told by every command, with the file to fetch."""
+    source = FIXTURES / "deepspeed" / stage / "ckpt/global_step3_universal"
+    shutil.copytree(source, tmp_path / "in", ignore=shutil.ignore_patterns("*model_states.pt"))
+    for words in (["inspect"], ["verify"], ["verify", "--full"], ["export", tmp_path / "out"]):
+        ran = ckpt(words[0], tmp_path / "in", *words[1:])
+        assert (ran.status, "no model states, which name the parameters" in ran.err) == (3, True)
+    assert "no model states" in ckpt("ls", tmp_path / "in").text
+    assert ckpt("verify", tmp_path / "in", "--plan-fetch").out == "mp_rank_00_model_states.pt\n"

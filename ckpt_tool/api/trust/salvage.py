@@ -44,11 +44,19 @@ SCHEMA = "ckpt-tool/salvage/1"
 SUFFIX_OF_REPORT = ".salvage.json"
 # A payload that is not what was written: other errors are of metadata, or of values, which is no reason to lose them.
 _DAMAGE = frozenset({"crc-mismatch", "unreadable"})
+_ABSENT = frozenset({"missing-file", "empty-file", "truncated-file", "unreadable-file"})
 _MANY = 32
 """From so many on, verification no longer tells which tensors of a file are meant."""
 _BESIDE = frozenset({"nan", "gap"})
 """Errors that are not why something cannot be read, or say it less well."""
-_TARGETS = {".safetensors": "safetensors", ".pt": "torch-save", ".pth": "torch-save", ".bin": "torch-save"}
+_TARGETS = {
+    ".safetensors": "safetensors",
+    ".npz": "npz",
+    ".gguf": "gguf",
+    ".pt": "torch-save",
+    ".pth": "torch-save",
+    ".bin": "torch-save",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,7 @@ def salvage(
         if not any(True for _ in _of_missing_files(opened)):
             unknown += [f"{path} is missing: what it held is not known" for path in _unlisted(manifest)]
         unknown += [] if reader is not UNNAMED else list(manifest.notes)
+        unknown += _untold(findings, unknown, (*lost, *lost_blobs))
         done = SalvageResult(
             url,
             manifest.format,
@@ -267,6 +276,13 @@ def _of_missing_files(checkpoint: Checkpoint) -> Iterator[Lost]:
             yield Lost(fqn, f"{file} is missing or unreadable")
 
 
+def _untold(findings: Sequence[Finding], unknown: Sequence[str], lost: Sequence[Lost]) -> list[str]:
+    """What the verification found to be missing or unreadable, and nothing says yet, as of files that hold objects."""
+    said, names = " ".join([*unknown, *(each.why for each in lost)]), {each.fqn for each in lost}
+    absent = [f for f in findings if f.kind in _ABSENT and f.severity is Severity.ERROR and f.fqn not in names]
+    return [f.message for f in absent if f.where is not None and f.where.path not in said]
+
+
 def _unlisted(manifest: Manifest) -> Sequence[str]:
     return tuple(str(path) for path in manifest.info.get("missing_files") or ())
 
@@ -300,7 +316,9 @@ def _write(
                 options=WriterOptions(),
                 execution=execution,
             ).run()
-    raise Unsupported("neither its own format nor DCP holds these types", where=checkpoint.url)
+    suffix = next((suffix for suffix, kind in _TARGETS.items() if kind == checkpoint.format), None)
+    hint = None if suffix is None else f"name it by its own kind: --salvage {url}{suffix}"
+    raise Unsupported(f"{name} holds not all of these types", where=checkpoint.url, hint=hint)
 
 
 def _format(source: str, url: str) -> str:

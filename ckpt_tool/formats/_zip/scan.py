@@ -2,6 +2,7 @@
 
 torch writes sizes behind the payload, not before it: how long ``data.pkl`` is, the pickle itself tells, and how long
 each storage is, ``data.pkl`` does. So a file of torch.save can be walked from its first byte to where it was cut.
+numpy's headers tell all sizes, those of 64 bits in their extra field.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from ckpt_tool.errors import CkptError, FormatError
 from ckpt_tool.formats._pickle.scan import pickle_end
 from ckpt_tool.formats._zip.directory import LOCAL_HEADER_NBYTES, STORED, Read, ZipDirectory, ZipMember
 
-__all__ = ["scan_directory"]
+__all__ = ["scan_directory", "scan_members"]
 
+_ZIP64 = struct.Struct("<2H2Q")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _SIGNATURE, _DESCRIPTOR = b"PK\x03\x04", b"PK\x07\x08"
 _HAS_DESCRIPTOR = 1 << 3
@@ -42,6 +44,8 @@ def scan_directory(read: Read, nbytes: int, storage_sizes: StorageSizes) -> ZipD
         if found is None:
             break
         name, start, flags, method, crc, packed, unpacked = found
+        if method != STORED:
+            break
         if flags & _HAS_DESCRIPTOR and not packed:
             length = _length(read, name, root, start, nbytes, sizes)
             if length is None or start + length > nbytes:
@@ -66,6 +70,25 @@ def scan_directory(read: Read, nbytes: int, storage_sizes: StorageSizes) -> ZipD
     return ZipDirectory(members, root, at, is_rebuilt=True) if root else None
 
 
+def scan_members(read: Read, nbytes: int) -> ZipDirectory | None:
+    """The members that are wholly there and whose own headers tell their sizes, up to the first that is not.
+
+    None where there is none. Costs two or three reads for each member.
+    """
+    members: dict[str, ZipMember] = {}
+    at = 0
+    while len(members) < _MAX_MEMBERS:
+        found = _local(read, at, nbytes)
+        if found is None:
+            break
+        name, start, flags, method, crc, packed, unpacked = found
+        if flags & _HAS_DESCRIPTOR or start + packed > nbytes or name in members:
+            break
+        members[name] = ZipMember(name, at, method, crc, packed, unpacked, start + packed)
+        at = start + packed
+    return ZipDirectory(members, "", at, is_rebuilt=True) if members else None
+
+
 def _local(read: Read, at: int, nbytes: int) -> tuple[str, int, int, int, int, int, int] | None:
     """Name, payload offset, flags, method, CRC, packed and unpacked bytes of the header at ``at``."""
     if at + LOCAL_HEADER_NBYTES > nbytes:
@@ -73,8 +96,13 @@ def _local(read: Read, at: int, nbytes: int) -> tuple[str, int, int, int, int, i
     fields = _LOCAL.unpack(read(at, LOCAL_HEADER_NBYTES))
     signature, _, flags, method, _, _, crc, packed, unpacked, name_nbytes, extra_nbytes = fields
     start = at + LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes
-    if signature != _SIGNATURE or name_nbytes > _MAX_NAME_NBYTES or start > nbytes or method != STORED:
+    if signature != _SIGNATURE or name_nbytes > _MAX_NAME_NBYTES or start > nbytes:
         return None
+    if _WIDE_NBYTES in {packed, unpacked}:
+        extra = read(start - extra_nbytes, extra_nbytes)
+        if extra_nbytes < _ZIP64.size or extra[:2] != b"\x01\x00":
+            return None
+        _, _, unpacked, packed = _ZIP64.unpack(extra[: _ZIP64.size])
     try:
         name = read(at + LOCAL_HEADER_NBYTES, name_nbytes).decode()
     except UnicodeDecodeError:

@@ -234,7 +234,12 @@ def open_models(source: Source, files: TagFiles, only: Sequence[ModelFile] | Non
 
 
 def _absent_models(source: Source, files: TagFiles) -> list[str]:
-    """Paths of model states where there is none: at stage 3, which one partition tells, each rank has its own."""
+    """Paths of model states where there is none: at stage 3, which one partition tells, each rank has its own.
+
+    Where there is no partition, as in a universal checkpoint, the first rank's.
+    """
+    if not files.optims:
+        return files.model_paths(1, 1, is_split=False)
     first = files.optims[0]
     state = _optim(open_torch_files(source, [first.path])[0], first.mp, first.dp)
     dp_world_size = max([1 + max(file.dp for file in files.optims), *state.partition_count])

@@ -59,8 +59,10 @@ class Header:
     nbytes: int
 
 
-def parse_header(read: Callable[[int, int], bytes], nbytes: int, where: str) -> Header:
+def parse_header(read: Callable[[int, int], bytes], nbytes: int, where: str, *, is_cut: bool = False) -> Header:
     """The header of a file of ``nbytes`` bytes; ``read(offset, length)`` is called for windows that grow.
+
+    Of a file that ``is_cut``, tensors may end behind its end.
 
     Raises:
         FormatError: damaged, or longer than any header is.
@@ -95,11 +97,11 @@ def parse_header(read: Callable[[int, int], bytes], nbytes: int, where: str) -> 
     entries = []
     for name, kind, shape, offset in rows:
         entry = Entry(name, kind, shape, start + offset)
-        if entry.offset + entry.nbytes > nbytes:
+        if entry.offset + entry.nbytes > nbytes and not is_cut:
             raise FormatError(
                 f"{name!r} ends at byte {entry.offset + entry.nbytes:,}, the file has {nbytes:,}",
                 where=where,
-                hint="the file was cut: fetch it again",
+                hint="the file was cut: fetch it again, or keep what is whole: ckpt verify SRC --salvage OUT.gguf",
             )
         entries.append(entry)
     return Header(version, cursor.order == ">", pairs, tuple(entries), cursor.at)

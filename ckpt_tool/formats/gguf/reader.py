@@ -112,7 +112,10 @@ def _paths(source: Source) -> list[str]:
 
 def _header(source: Source, path: str) -> Header:
     return parse_header(
-        lambda offset, length: source.store.read(path, offset, length), source.listing.nbytes(path), path
+        lambda offset, length: source.store.read(path, offset, length),
+        source.listing.nbytes(path),
+        path,
+        is_cut=source.is_salvage,
     )
 
 

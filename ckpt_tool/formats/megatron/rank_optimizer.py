@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt_tool.errors import FormatError, LayoutError, NotFound
+from ckpt_tool.errors import FormatError, LayoutError
 from ckpt_tool.formats._pickle.tensors import TensorRef
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_files
 from ckpt_tool.formats._torch_file.assemble import Part, assemble
@@ -25,7 +25,6 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.records import dataclass, field
-from ckpt_tool.sizes import counted_of
 
 __all__ = ["WITHOUT_OPTIMIZER", "RankOptimizer", "add_member", "lacks_state", "read_optimizer"]
 
@@ -46,6 +45,8 @@ class RankOptimizer:
     """Why the state is not in the shape of the weights."""
     is_lost: bool = False
     """There was some, in files that are not here."""
+    missing: tuple[str, ...] = ()
+    """Files of ranks that are not here, though others have theirs."""
 
 
 def add_member(
@@ -79,22 +80,17 @@ def read_optimizer(
     Costs three requests for each ``distrib_optim.pt``.
 
     Raises:
-        NotFound: some ranks have ``distrib_optim.pt``, others do not.
         FormatError: a file is damaged, or of another layout.
     """
     paths = {
         coord: path for coord, name in grid.folders.items() if (path := f"{name}/{OPTIMIZER_FILE}") in source.listing
     }
     absent = sorted(coord for coord in grid.folders if grid.writes_state(coord) and coord not in paths)
-    if paths and absent:
-        raise NotFound(
-            f"{counted_of(len(absent), len(grid.folders), 'rank', 'lack')} it, the others have it",
-            where=f"{grid.folders[absent[0]]}/{OPTIMIZER_FILE}",
-        )
     if paths:
         opened = dict(zip(paths, open_torch_files(source, list(paths.values())), strict=True))
         states = {coord: (file, file.root) for coord, file in opened.items()}
-        found = RankOptimizer(form="distrib_optim")
+        missing = tuple(f"{grid.folders[coord]}/{OPTIMIZER_FILE}" for coord in absent)
+        found = RankOptimizer(form="distrib_optim", missing=missing)
         tried = ((coord, file, _flat_states(model, facts, coord, file)) for coord, file in opened.items())
     else:
         states = {coord: (file, file.root.get("optimizer")) for coord, file in files.items()}

@@ -258,6 +258,7 @@ def _manifest(  # noqa: PLR0913, PLR0917 - all that was found
         "optimizer_form": optimizer.form,
         "optimizer_undecoded": optimizer.undecoded,
         "optimizer_lost": optimizer.is_lost or None,
+        "missing_files": [f"{location.folder}/{path}".lstrip("/") for path in optimizer.missing] or None,
         "layer_stages": model.stages,
         "layer_chunks": model.chunk_layers if max(map(len, model.chunk_layers), default=1) > 1 else None,
         "args": facts.described() or None,

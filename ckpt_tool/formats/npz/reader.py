@@ -21,8 +21,9 @@ from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._resolved import ResolvedReader
 from ckpt_tool.formats._zip.directory import ZipDirectory, ZipMember, local_payload_offset, read_directory
 from ckpt_tool.formats._zip.member_sums import member_sums
+from ckpt_tool.formats._zip.scan import scan_members
 from ckpt_tool.formats.base import Checksum, Probe, Source
-from ckpt_tool.manifest.finding import Finding
+from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Blob, FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.sizes import counted
@@ -124,6 +125,16 @@ class NpzReader(ResolvedReader):
         blobs = list(_loaded(source, path, blobs, {m.name.removesuffix(_MEMBER): m for m in arrays}, starts, headers))
         return Manifest(self.name, source.listing.url, tensors, chunks, files, blobs=tuple(blobs), notes=tuple(notes))
 
+    def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """That the directory was lost, and with it the names of what was cut off."""
+        del manifest
+        path = _path(source)
+        directory = _directory(source, path)
+        if directory.is_rebuilt:
+            end = max(member.next_offset for member in directory.members.values())
+            said = f"{path} was cut: what stood behind its byte {end:,} is not known, as the zip's directory is lost"
+            yield Finding("truncated-file", Severity.ERROR, said, where=FileRange(path, end, -1))
+
     def checksums(self, source: Source, manifest: Manifest) -> Iterator[Checksum | Finding]:
         """The CRC-32 of each stored member, its header included; compressed ones are checked when they are decoded."""
         del manifest
@@ -141,9 +152,29 @@ def _path(source: Source) -> str:
 
 
 def _directory(source: Source, path: str) -> ZipDirectory:
-    return read_directory(
-        lambda offset, length: source.store.read(path, offset, length), source.listing.nbytes(path), where=path
-    )
+    """The zip's directory; of a file that was cut, what the headers of its members tell, to be salvaged.
+
+    Raises:
+        FormatError: not a whole zip.
+    """
+
+    def read(offset: int, length: int) -> bytes:
+        return source.store.read(path, offset, length)
+
+    nbytes = source.listing.nbytes(path)
+    try:
+        return read_directory(read, nbytes, where=path)
+    except FormatError as error:
+        rebuilt = scan_members(read, nbytes)
+        if rebuilt is None:
+            raise
+        if source.is_salvage:
+            return rebuilt
+        raise FormatError(
+            f"{error.message}; {counted(len(rebuilt.members), 'member', 'are')} whole",
+            where=error.where,
+            hint="the file was cut; fetch it again, or keep what is whole: ckpt verify SRC --salvage OUT",
+        ) from error
 
 
 def _headers(source: Source, path: str, members: Sequence[ZipMember]) -> tuple[list[int], list[NpyHeader]]:
