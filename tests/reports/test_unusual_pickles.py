@@ -157,3 +157,16 @@ def test_tensors_without_data(ckpt: Ckpt, tmp_path: Path) -> None:
     assert "'gone' is a meta tensor [3, 4] without data; it is left out" in done.text
     torch.save({"w": state["w"]}, tmp_path / "whole.pt")
     assert ckpt("verify", tmp_path / "whole.pt", "--strict").status == 0
+
+
+def test_keys_that_are_no_text(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Tuples and other keys become text in names, which is said; text and integers stay what they are."""
+    state = {"rng": {(0, 1): torch.ones(2), None: torch.zeros(1)}, "moments": {0: torch.ones(3)}}
+    torch.save(state, tmp_path / "m.pt")
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "out.pt", "--all")
+    assert "keys that are neither text nor integers are called by their text, in rng" in done.text
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert [type(key) for key in found["rng"]] == [str, str]
+    assert found["moments"].keys() == {0}
+    torch.save({"moments": state["moments"]}, tmp_path / "plain.pt")
+    assert "are called by their text" not in ckpt("inspect", tmp_path / "plain.pt").text

@@ -75,6 +75,8 @@ class Entries:
     """Names of Python attributes of tensors that are left out."""
     unsaved: list[str] = field(default_factory=list)
     """Dotted names of buffers that a pickled module has and its ``state_dict`` does not."""
+    relabelled: list[str] = field(default_factory=list)
+    """Dotted names of dicts with keys that are neither text nor integers, and stand in paths by their text."""
     without_data: list[str] = field(default_factory=list)
     """Dotted names of meta tensors, which are left out."""
 
@@ -111,6 +113,9 @@ def entries_of(root: Any, *, prefix: KeyPath = ()) -> Entries:
     if found.attributes:
         names = ", ".join(map(str, list(found.attributes)[:_SHOWN]))
         found.notes.append(f"Python attributes of tensors are left out: {names}")
+    if found.relabelled:
+        names = ", ".join(found.relabelled[:_SHOWN]) + (" ..." if len(found.relabelled) > _SHOWN else "")
+        found.notes.append(f"keys that are neither text nor integers are called by their text, in {names}")
     if found.unsaved:
         names = ", ".join(found.unsaved[:_SHOWN]) + (" ..." if len(found.unsaved) > _SHOWN else "")
         found.notes.append(f"buffers that are in no state dict (persistent=False) are left out: {names}")
@@ -131,6 +136,8 @@ def _walk(
             return None
         if isinstance(value, dict) and any(type(key) is int for key in value):
             found.int_keyed.append(".".join(map(str, path)))
+        if isinstance(value, dict) and any(type(key) is not str and type(key) is not int for key in value):
+            found.relabelled.append(".".join(map(str, path)) or "the state dict")
         found.unsaved += [".".join(map(str, (*path, name))) for name in _unsaved(value)]
         note = _note(value, classes)
         if note is not None:
