@@ -170,3 +170,17 @@ def test_keys_that_are_no_text(ckpt: Ckpt, tmp_path: Path) -> None:
     assert found["moments"].keys() == {0}
     torch.save({"moments": state["moments"]}, tmp_path / "plain.pt")
     assert "are called by their text" not in ckpt("inspect", tmp_path / "plain.pt").text
+
+
+@pytest.mark.parametrize("state", [[1.0, 2.0], {0: 1.0, 1: 2.0}, [{"w": 1.0}, [2.0, 3.0]]], ids=str)
+def test_a_list_at_the_top(ckpt: Ckpt, tmp_path: Path, state: Any) -> None:
+    """A list of tensors comes back as one, and a dict by number as that."""
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: tensors(item) for key, item in value.items()}
+        return [tensors(item) for item in value] if isinstance(value, list) else torch.tensor([value])
+
+    torch.save(tensors(state), tmp_path / "m.pt")
+    assert ckpt("export", tmp_path / "m.pt", tmp_path / "out.pt").status == 0
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == tensors(state)

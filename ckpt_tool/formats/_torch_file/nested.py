@@ -14,8 +14,8 @@ __all__ = ["nest"]
 def nest(entries: Iterable[tuple[KeyPath, Any]], *, int_keyed: Collection[str] = ()) -> Any:
     """Dicts and lists that have each value at its path, keys in order of first appearance.
 
-    A container whose keys are 0, 1, 2 ... becomes a list, unless its dotted name is in ``int_keyed`` or its own key is
-    ``state``, as in an optimizer's state by parameter number.
+    A container whose keys are 0, 1, 2 ... becomes a list, unless its dotted name is in ``int_keyed``, where that of the
+    outermost is empty, or its own key is ``state``, as in an optimizer's state by parameter number.
 
     >>> nest([(("groups", 0, "lr"), 0.1), (("state", 0, "step"), 7)])
     {'groups': [{'lr': 0.1}], 'state': {0: {'step': 7}}}
@@ -52,6 +52,6 @@ def _plain(node: _Node, path: KeyPath, int_keyed: frozenset[str]) -> Any:
         for key, child in node.items()
     }
     is_sequence = set(children) == set(range(len(children))) and all(type(key) is int for key in children)
-    if is_sequence and path and path[-1] != "state" and ".".join(map(str, path)) not in int_keyed:
+    if is_sequence and children and path[-1:] != ("state",) and ".".join(map(str, path)) not in int_keyed:
         return [children[position] for position in range(len(children))]
     return children
