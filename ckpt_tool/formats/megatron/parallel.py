@@ -35,6 +35,8 @@ __all__ = [
 
 OWN_RULES = "ckpt-megatron.toml"
 CUTS = ("column", "row", "gated", "fused", "whole", "buffer")
+_DOCUMENT_KEYS = ("rule", "before", "local_names", "before_mcore")
+_RULE_KEYS = ("names", "cut", "parts", "keys")
 _REST = "rest"
 _MAX_ROWS = 1 << 48
 _SIZE_OF = re.compile(r"(?P<name>[^\[\]]+)\[(?P<dim>[0-9])\]")
@@ -93,17 +95,34 @@ def built_in_rules() -> ParallelRules:
 def _parsed(text: str, where: str) -> ParallelRules:
     try:
         document = tomllib.loads(text)
+        _check_keys(document, _DOCUMENT_KEYS, where)
         rules = []
-        for rule in document.get("rule", ()):
-            if not isinstance(rule["names"], list):
-                raise FormatError(f"names = {rule['names']!r}, expected a list: names = [...]", where=where)
-            cut = _cut_of(rule, where)
+        for number, rule in enumerate(document.get("rule", []), start=1):
+            _check_keys(rule, _RULE_KEYS, f"{where}: rule {number}")
+            if not isinstance(rule.get("names"), list) or "cut" not in rule:
+                raise FormatError(
+                    f"names = {rule.get('names')!r}, cut = {rule.get('cut')!r}, expected a list of names and a cut: "
+                    f'names = ["mlp.my.weight"] and cut = "column"',
+                    where=f"{where}: rule {number}",
+                )
+            cut = _cut_of(rule, f"{where}: rule {number}")
             rules += [(re.compile(name), cut) for name in rule["names"]]
         before = re.compile(document["before"]) if "before" in document else None
         old = tuple((re.compile(name), to) for name, to in document.get("before_mcore", {}).items())
         return ParallelRules(tuple(rules), dict(document.get("local_names", {})), before, old)
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, re.error) as error:
+    except (tomllib.TOMLDecodeError, TypeError, AttributeError, re.error) as error:
         raise FormatError(f"no file of parallel rules: {error}", where=where) from error
+
+
+def _check_keys(table: Any, known: tuple[str, ...], where: str) -> None:
+    """Nothing, where a table says only what it can say: a word that is not known would count for nothing.
+
+    Raises:
+        FormatError: it says more, or is no table.
+    """
+    strange = [key for key in table if key not in known] if isinstance(table, dict) else [str(table)]
+    if strange:
+        raise FormatError(f"{strange[0]!r} is not known here", where=where, hint=f"known are {', '.join(known)}")
 
 
 def _cut_of(rule: Mapping[str, Any], where: str) -> Cut:

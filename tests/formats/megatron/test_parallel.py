@@ -96,7 +96,11 @@ def test_rules_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        ('names = "a"\ncut = "row"', "names = 'a', expected a list"),
+        ('names = "a"\ncut = "row"', "rule 1: names = 'a', cut = 'row', expected a list of names and a cut"),
+        ('names = ["a"]', r"names = \['a'\], cut = None, expected a list of names and a cut"),
+        ('names = ["a"]\ncut = "row"\ndim = 1', "rule 1: 'dim' is not known here"),
+        ('names = ["a"]\ncut = "row"\n[[rules]]', "ckpt-megatron.toml: 'rules' is not known here"),
+        ('names = ["("]\ncut = "row"', "no file of parallel rules: missing"),
         ('names = ["a"]\ncut = "rows"', "cut 'rows', expected one of column, row, gated, fused, whole, buffer"),
         ('names = ["a"]\ncut = "fused"', r"parts = \[\], expected parts = \[4, 2, 6\]"),
         ('names = ["a"]\ncut = "row"\nparts = [1, 2]', 'expected parts for cut = "fused" alone'),
@@ -150,3 +154,10 @@ def test_unequal_parts_of_all_ranks_are_the_whole(sizes: list[int], n_ranks: int
             elements = np.lib.stride_tricks.as_strided(part.ravel()[where.offset :], where.shape, strides)
             canvas[start:][box.slices] = elements
     np.testing.assert_array_equal(canvas, whole)
+
+
+@pytest.mark.parametrize(("text", "match"), [("rule = [3]", "rule 1: '3' is not known"), ("rule = 3", "no file of")])
+def test_own_rules_that_are_no_tables(text: str, match: str) -> None:
+    """Values in place of tables are no rules either."""
+    with pytest.raises(FormatError, match=match):
+        built_in_rules().with_own(text, "ckpt-megatron.toml")
