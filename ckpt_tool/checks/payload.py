@@ -164,8 +164,8 @@ def _uncovered(manifest: Manifest, checksums: Sequence[Checksum]) -> Iterator[Fi
     bare = used - _covered(parts, checksums)
     if bare:
         said = (
-            f"not covered: {counted_of(len(bare), len(used), 'file', 'record')} no checksum, so flipped bits in them "
-            "go unseen"
+            f"not covered: {counted_of(len(bare), len(used), 'file of tensors', 'record')} no checksum, so flipped "
+            "bits in them go unseen"
         )
         yield Finding("not-covered", Severity.INFO, said)
 

@@ -116,8 +116,8 @@ def _judge_padding(meta: TensorMeta, start: int, said: str, read: BoxReader, sla
     last = int(np.flatnonzero(is_used)[-1])
     n_found, first = sum(n for n, _ in found), list(found[0][1])
     text = (
-        f"rows {start:,} to {meta.shape[0]:,} of {meta.fqn!r} are padding ({said}), but {n_found:,} of their elements, "
-        f"in {counted(int(is_used.sum()), 'row')}, are not zero, the first at index {first}: "
+        f"rows {start:,} to {meta.shape[0] - 1:,} of {meta.fqn!r} are padding ({said}), but {n_found:,} of their "
+        f"elements, in {counted(int(is_used.sum()), 'row')}, are not zero, the first at index {first}: "
     )
     if is_used[: last + 1].all():
         text += "no token uses them, and frameworks that initialise padding like other rows leave such values"

@@ -10,7 +10,7 @@ import typer
 
 from ckpt_tool.cli.options import DEFAULT_MEMORY, Choice, Json, Memory, Quiet, Workers
 from ckpt_tool.cli.output import output, write_lines
-from ckpt_tool.cli.text import Span, line
+from ckpt_tool.cli.text import Span, line, wrap
 from ckpt_tool.sizes import counted, parse_bytes
 
 EXAMPLES = (
@@ -69,11 +69,12 @@ def ls(
             steps = (
                 f"none of {counted(len(found.steps), 'step')} is complete" if found.steps else "no step is there yet"
             )
-            looked = f"{steps}: {run}"
-            write_lines([line(Span("error: ", "bold red"), looked)], sys.stderr)
+            write_lines([line(Span("error: ", "bold red"), f"{run}: {steps}")], sys.stderr)
             raise typer.Exit(_NONE_COMPLETE)
         if not json:
             sys.stdout.write(f"{newest.url}\n")
+        for note in found.notes:
+            sink.talk(wrap(note, sink.width, Span("note: ", "yellow"), "  "))
         return
     sink.show(run_lines(found, now=time.time(), width=sink.width))
     sink.notes(found.notes)

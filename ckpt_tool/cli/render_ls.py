@@ -53,7 +53,7 @@ def _cells(step: RunStep, is_latest: bool, now: float) -> list[Cell]:
     state = Span("complete", "bold green" if is_latest else "green") if step.is_complete else Span("incomplete", "red")
     return [
         "-" if step.step is None else f"{step.step:,}",
-        line(state, Span(f" {step.verified}", "dim")) if step.verified and step.is_complete else state,
+        line(state, Span(f", {step.verified} check", "dim")) if step.verified and step.is_complete else state,
         format_bytes(step.nbytes),
         "" if step.modified is None else age(now - step.modified),
         Span(step.format or "-", "cyan"),

@@ -43,8 +43,10 @@ def tensor_lines(rows: Sequence[TensorRow], *, width: int, limit: int | None) ->
 
 
 def file_lines(rows: Sequence[FileRow], *, width: int, limit: int | None) -> list[Line]:
-    """One line per file: size, how much of it is tensors, from which ranks."""
-    shown = rows[:limit]
+    """One line per file, numbers in names in their order: size, how much of it is tensors, from which ranks."""
+    from ckpt_tool.api.runs.names import natural  # other lists do without
+
+    shown = sorted(rows, key=lambda row: natural(row.path))[:limit]
     largest = max((row.payload_nbytes for row in rows), default=0)
     table: list[list[Cell]] = [_heads("file", "bytes", "tensor bytes", "", "boxes", "tensors", "ranks")]
     table += [

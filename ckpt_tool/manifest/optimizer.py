@@ -129,7 +129,10 @@ class _Draft:
             else f"no state; {'hyperparameters are keyed by name' if is_flat else f'groups list {of}'}"
         ]
         held = {key for key, states in self.state.items() if states}
-        members = list(dict.fromkeys([*(key for group in groups for key in group.params), *state_keys]))
+        grouped = [key for group in groups for key in group.params]
+        if held and all(isinstance(key, str) for key in held) and sum(isinstance(k, int) for k in grouped) <= len(held):
+            grouped = [key for key in grouped if isinstance(key, str)]  # numbers of those that have their state by name
+        members = list(dict.fromkeys([*grouped, *state_keys]))
         names: dict[int, str] = {}
         if is_numbered:
             names, why = names_of(manifest, {key: self.state.get(key, {}) for key in members}, groups)

@@ -169,7 +169,7 @@ def test_files_without_checksums_are_counted() -> None:
     first = Checksum(FileRange("part_0.bin", 0, 8), zlib.crc32(files["part_0.bin"]), "w")
     [found] = report_of(manifest, files, (first,)).findings
     assert (found.kind, found.severity) == ("not-covered", Severity.INFO)
-    assert found.message.startswith("not covered: 2 of 3 files record no checksum")
+    assert found.message.startswith("not covered: 2 of 3 files of tensors record no checksum")
 
 
 class _FaultyStore(MemoryStore):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,13 @@ file   bytes  tensor bytes                    boxes  tensors  ranks
 0.bin     60            60  ██████▏               2        2  0
 1.bin    156           156  ████████████████      3        3  1"""
     )
+
+
+def test_files_are_listed_in_the_order_of_their_numbers() -> None:
+    """Whatever order the metadata name them in, file 10 stands behind file 2."""
+    rows = [replace(inspection(SMALL).files[0], path=f"__{n}_0.distcp") for n in (10, 0, 2)]
+    listed = text(file_lines(rows, width=120, limit=None)).splitlines()[1:]
+    assert [found.split()[0] for found in listed] == ["__0_0.distcp", "__2_0.distcp", "__10_0.distcp"]
 
 
 def test_ranks() -> None:

@@ -38,10 +38,10 @@ def test_table() -> None:
     assert text(run_lines(found, now=7200.0, width=100)).splitlines() == [
         "run  3 steps",
         "",
-        "  step  state              size  age  format  layout   path",
-        "     1  complete       1.00 KiB  1 h  dcp     4 ranks  step-1",
-        "     2  complete full  1.00 KiB  1 h  dcp     4 ranks  step-2",
-        "     3  incomplete     1.00 KiB  1 h  dcp     4 ranks  step-3",
+        "  step  state                     size  age  format  layout   path",
+        "     1  complete              1.00 KiB  1 h  dcp     4 ranks  step-1",
+        "     2  complete, full check  1.00 KiB  1 h  dcp     4 ranks  step-2",
+        "     3  incomplete            1.00 KiB  1 h  dcp     4 ranks  step-3",
         "      - no .metadata",
         "",
         "latest names step-1; newer and not complete: step-3",
@@ -78,14 +78,36 @@ def test_latest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(run), "--latest"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"error: none of 3 steps is complete: {run}\n"
+    assert printed.err == f"error: {run}: none of 3 steps is complete\n"
+
+
+def test_latest_of_several_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where steps of several folders are listed together, the newest of them comes with a note beside it."""
+    (run / "a").mkdir()
+    (run / "b").mkdir()
+    (run / "step-10").rename(run / "a" / "step-10")
+    (run / "step-20").rename(run / "b" / "step-20")
+    (run / "step-30").rename(run / "b" / "step-30")
+    assert main(["ls", str(run), "--latest"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{run}/b/step-20\n"
+    assert printed.err == "note: steps of 2 folders are listed together: a, b; give one for its own newest\n"
+    assert main(["ls", str(run), "--latest", "--quiet"]) == 0
+    assert capsys.readouterr() == (f"{run}/b/step-20\n", "")
+
+
+def test_clean_of_a_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file is told from a folder that is not there."""
+    for path, said in ((run / "step-20" / ".metadata", "a file, expected the folder of a run"), (run / "x", "no such")):
+        assert main(["clean", str(path)]) == 3
+        assert capsys.readouterr().err.startswith(f"error: {path}: {said}")
 
 
 def test_latest_of_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job's first start finds an empty run folder: status 1 as for none complete; a table of it is status 3."""
     (tmp_path / "notes.md").write_text("x")
     assert main(["ls", str(tmp_path), "--latest"]) == 1
-    assert capsys.readouterr() == ("", f"error: no step is there yet: {tmp_path}\n")
+    assert capsys.readouterr() == ("", f"error: {tmp_path}: no step is there yet\n")
     assert main(["ls", str(tmp_path), "--latest", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["latest"] is None
     assert main(["ls", str(tmp_path)]) == 3
@@ -106,5 +128,5 @@ def test_json_and_quiet(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--verify`` says the level beside each step, and an unknown level ends with 2."""
     assert main(["ls", str(run), "--verify", "quick"]) == 0
-    assert capsys.readouterr().out.count("complete quick") == 2
+    assert capsys.readouterr().out.count("complete, quick check") == 2
     assert main(["ls", str(run), "--verify", "deep"]) == 2

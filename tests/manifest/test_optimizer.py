@@ -162,6 +162,16 @@ def test_parameters_without_state_are_listed() -> None:
     assert view.names == {number: "model." + NAMES[number] for number in (0, 1)}
 
 
+def test_state_by_name_beside_groups_by_number() -> None:
+    """ByteCheckpoint and nanotron key state by name and groups by number: as many numbers as names lack no state."""
+    states = [((*path[:2], f"layer.{path[2]}", *path[3:]), shape) for path, shape in adam_state(range(3))]
+    found = [
+        only_view(manifest_of(model_tensors() + states, group_blobs([(FIRST, list(range(n)))]))).without_state
+        for n in (3, 4)
+    ]
+    assert found == [(), (0, 1, 2, 3)]
+
+
 def test_empty_state_dict_of_sgd_is_no_state() -> None:
     """SGD without momentum saves an empty dict for each parameter that was stepped."""
     blobs = group_blobs([(FIRST, [0, 1])]) | {("optim", "state", 1): {}}

@@ -139,6 +139,7 @@ class TestR8StateOfRanks:
             2,
             True,
         )
+        assert f"and 1 more): 4 ranks saved them, the target has {n_ranks}, so data or random numbers" in refused.err
         assert "--rank-state drop" in refused.err
         assert "--rank-state keep" in refused.err
 

@@ -74,6 +74,15 @@ def test_r86_one_pointer_among_files(ckpt: Ckpt, tmp_path: Path) -> None:
     assert ckpt("export", source, tmp_path / "out").status == 3
 
 
+def test_many_tied_tensors_are_named_in_short(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Of tensors that share their bytes the first are named, and of groups of such; the others are counted."""
+    values = [torch.arange(4.0) + n for n in range(5)]
+    torch.save({f"{letter}{n}": values[n] for n in range(5) for letter in "abcde"}, tmp_path / "m.pt")
+    done = ckpt("export", tmp_path / "m.pt", tmp_path / "out.safetensors")
+    groups = "; ".join(f"a{n} = b{n} = c{n} = 2 more" for n in range(3))
+    assert f"5 groups of tensors share their bytes and are each written: {groups} and 2 more groups" in done.text
+
+
 def test_r88_views_of_one_storage(ckpt: Ckpt, tmp_path: Path) -> None:
     """R88: whole and partial views of one storage are written out each with its values, and reported."""
     base = torch.arange(12.0)

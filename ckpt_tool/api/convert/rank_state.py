@@ -15,7 +15,7 @@ from ckpt_tool.manifest.sections import section_of
 from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, some_of
 
 __all__ = ["Carried", "by_name", "carry_rank_state", "without"]
 
@@ -65,20 +65,22 @@ def carry_rank_state(
     tensors = _tensors_of_ranks(manifest)
     objects = _objects_of_ranks(blobs)
     moved: dict[str, str] = {}
+    counts: list[str] = []
     for is_data, now in ((True, dp_size), (False, world_size)):
         names = [*(fqn for fqn in tensors if _is_data(fqn) == is_data)]
         rows = [row for row in objects if _is_data(blobs[row].fqn) == is_data]
         saved = len({*(tensors[fqn] for fqn in names), *(objects[row] for row in rows)})
         if saved != now:
             why = f"state of one rank of {saved:,}; the target has {now:,}"
+            counts += [f"{counted(saved, 'rank')} saved them, the target has {now:,}"] if saved else []
             moved |= dict.fromkeys([*names, *(blobs[row].fqn for row in rows)], why)
     if not moved or policy == "keep":
         return Carried(manifest, tuple(blobs), ())
     if policy is None:
-        fqn, why = next(iter(moved.items()))
         raise UsageError(
-            f"{counted(len(moved), 'entry', 'hold')} the state of single ranks ({', '.join(sorted(moved)[:4])}): "
-            f"{fqn} is {why}, so data or random numbers would be repeated or skipped",
+            f"{counted(len(moved), 'entry', 'hold')} the state of single ranks ({some_of(sorted(moved))}): "
+            f"{counts[0]}, so data or random numbers would be repeated or skipped",
+            where=manifest.where,
             hint="use --rank-state drop (start them afresh) or --rank-state keep (carry them as they are)",
         )
     kept = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in tensors or fqn not in moved]

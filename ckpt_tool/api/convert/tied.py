@@ -20,6 +20,9 @@ from ckpt_tool.sizes import counted
 
 __all__ = ["groups_of_shared_bytes", "without_tied"]
 
+_GROUPS_SHOWN = 3
+_NAMES_SHOWN = 3
+
 _NOTHING = (
     "nothing is tied: no two tensors are the same bytes of a file, and no embedding and head hold equal copies; "
     "--exclude NAME leaves out another copy"
@@ -41,7 +44,9 @@ def without_tied(
     shared = [_led_by(embedding, group) for group in groups_of_shared_bytes(manifest)]
     says_tied, _ = stated_tied(manifest.info.get("config") or {})
     if tied == "keep" or (tied == "auto" and not says_tied):
-        named = "; ".join(" = ".join(group) for group in shared[:3])
+        named = "; ".join(_equation(group) for group in shared[:_GROUPS_SHOWN])
+        n_more = len(shared) - _GROUPS_SHOWN
+        named += f" and {counted(n_more, 'more group')}" if n_more > 0 else ""
         groups = "1 group" if len(shared) == 1 else f"{counted(len(shared), 'group')}"
         said = f"{groups} of tensors share their bytes and are each written: {named}"
         return manifest, (), (*((said,) if shared else ()), *_views_note(manifest, shared))
@@ -67,6 +72,11 @@ def _views_note(manifest: Manifest, tied: Sequence[tuple[str, ...]]) -> tuple[st
     named = ", ".join(f"{fqn} (of {of})" for fqn, of in found[:3]) + (" ..." if len(found) > 3 else "")
     said = f"{counted(len(found), 'tensor', 'have')} bytes in common with others, as views of one storage"
     return (f"{said}, and are each written with all of theirs: {named}",)
+
+
+def _equation(names: Sequence[str]) -> str:
+    n_more = len(names) - _NAMES_SHOWN
+    return " = ".join(names[:_NAMES_SHOWN]) + (f" = {n_more:,} more" if n_more > 0 else "")
 
 
 def _equal_vocabularies(

@@ -76,8 +76,11 @@ def clean(run: str | os.PathLike[str], *, dry_run: bool = True, min_age_s: float
                 where.remove()
         return Cleaning(os.fspath(run), tuple(named), removed=not dry_run)
     root = local_path(run)
+    if os.path.isfile(root):
+        hint = f'give the folder: "{os.path.dirname(root) or "."}"'
+        raise NotFound("a file, expected the folder of a run", where=root, hint=hint)
     if not os.path.isdir(root):
-        raise NotFound("no such folder", where=root)
+        raise NotFound("no such folder", where=root, hint='"ckpt ls" lists the steps of a run')
     found = tuple(sorted(_leftovers(root, newest), key=lambda each: each.path))
     for each in found if not dry_run else ():
         if not each.is_recent:

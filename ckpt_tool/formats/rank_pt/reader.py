@@ -183,7 +183,7 @@ def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSe
     if found.replicated:
         found.notes.append(
             f"{counted(len(found.replicated), 'tensor', 'record')} no placement, with one shape in all files: taken "
-            'for replicas (run "ckpt verify" to compare their bytes)'
+            'for replicas ("ckpt verify --full" compares their bytes)'
         )
     if found.kept_apart:
         found.notes.append(

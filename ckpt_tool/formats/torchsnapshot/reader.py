@@ -163,7 +163,7 @@ class _Building:
             notes.append(
                 f"{counted(len(self.assumed), 'tensor', 'were')} saved by all ranks as their own, in one shape: taken "
                 "for replicas "
-                '(run "ckpt verify" to compare their bytes)'
+                '("ckpt verify --full" compares their bytes)'
             )
         if self.apart:
             notes.append(
