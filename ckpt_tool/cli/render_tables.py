@@ -131,7 +131,9 @@ def optimizer_lines(views: Sequence[OptimizerView], *, width: int, limit: int | 
         lines += flat(fitted(table, "lll", width, indent="  ")) if folded else []
         lines += _rest(len(folded) - len(shown), "line")
         if view.without_state and folded:
-            names = ", ".join(str(key) for key in view.without_state[:5])
+            names = ", ".join(
+                str(view.names.get(key, key) if isinstance(key, int) else key) for key in view.without_state[:5]
+            )
             lines += wrap(
                 f"without state: {counted(len(view.without_state), 'parameter')} ({names})", width, "  ", "  "
             )

@@ -251,6 +251,16 @@ def test_r17_parameters_without_state(ckpt: Ckpt, tmp_path: Path) -> None:
     assert "1 parameter of optim without state, as those that never got a gradient: c" in found.text.replace("'", "")
 
 
+def test_r17_shown_by_name(ckpt: Ckpt, tmp_path: Path) -> None:
+    """R17: a parameter without state is called by its name where its number has one."""
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad = torch.ones(3, 2)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "m.pt")
+    assert "without state: 1 parameter (model.bias)" in ckpt("inspect", tmp_path / "m.pt", "--optimizer").text
+
+
 def test_r16_on_the_way_to_megatron(ckpt: Ckpt, tmp_path: Path) -> None:
     """R16: a state by number becomes that of Megatron's weights by its order, which is said."""
     weights = {name: torch.from_numpy(array) for name, array in saved_llama(tmp_path / "hf").items()}
