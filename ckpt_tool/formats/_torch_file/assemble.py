@@ -163,7 +163,11 @@ def _add_pieces(found: Assembly, row: int, part: Part, pieces: Iterable[Piece]) 
         key = piece.tensor.storage.key
         place = part.storages.get(key)
         if place is None:
-            raise FormatError(f"needs storage {key!r}, which is not in the file", where=part.where)
+            raise FormatError(
+                f"{found.rows.metas[row].fqn!r} needs storage {key!r}, which is not in the file",
+                where=part.where,
+                hint="fetch or save the file again, or keep what is whole: ckpt verify SRC --salvage OUT",
+            )
         found.rows.add_piece(row, piece, place, rank=part.rank, big_endian=part.big_endian)
 
 

@@ -81,7 +81,7 @@ def test_a_missing_storage_is_named() -> None:
     """A tensor whose storage is not in the archive is an error that names both."""
     members = members_of(a=1, b=2)
     del members["archive/data/1"]
-    with pytest.raises(FormatError, match="needs storage '1'"):
+    with pytest.raises(FormatError, match="'b' needs storage '1', which is not in the file"):
         READER.read(source_of(MemoryStore({"a.pt": zipped(members)})))
 
 
