@@ -12,9 +12,10 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.rank_state import without
 from ckpt_tool.checks.sharing import partial_views
+from ckpt_tool.geometry.columns import BoolArray
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Manifest
-from ckpt_tool.manifest.tables import ChunkFlag, IntArray
+from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
 from ckpt_tool.manifest.vocabulary import embedding_and_head, stated_tied
 from ckpt_tool.sizes import counted
 
@@ -40,8 +41,10 @@ def without_tied(
     another, as in an upcycled mixture of experts, is not. Copies are compared by digests, which reads them once.
     Of an embedding and its head the embedding stays, whichever was saved first: a head alone fills no model.
     """
-    embedding, _ = embedding_and_head(manifest.tensors.fqns)
-    shared = [_led_by(embedding, group) for group in groups_of_shared_bytes(manifest)]
+    shared = groups_of_shared_bytes(manifest)
+    if shared:
+        embedding, _ = embedding_and_head(manifest.tensors.fqns)
+        shared = [_led_by(embedding, group) for group in shared]
     says_tied, _ = stated_tied(manifest.info.get("config") or {})
     if tied == "keep" or (tied == "auto" and not says_tied):
         named = "; ".join(_equation(group) for group in shared[:_GROUPS_SHOWN])
@@ -131,11 +134,9 @@ def groups_of_shared_bytes(manifest: Manifest) -> list[tuple[str, ...]]:
     strides = np.where(chunks.sizes > 1, strides, 0)
     flags = chunks.flags & ~np.uint8(ChunkFlag.UNRESOLVED)
     found: dict[tuple[int, str, bytes], list[int]] = {}
-    for tensor in range(len(starts) - 1):
+    for tensor in np.unique(chunks.tensor[_stored_again(chunks) & live]).tolist():  # few, in most checkpoints none
         rows: IntArray = order[starts[tensor] : starts[tensor + 1]]
         rows = rows[live[rows]]
-        if not len(rows):
-            continue
         place = np.column_stack(
             [
                 chunks.file[rows], chunks.offset[rows], chunks.length[rows], chunks.offsets[rows], chunks.sizes[rows],
@@ -146,3 +147,15 @@ def groups_of_shared_bytes(manifest: Manifest) -> list[tuple[str, ...]]:
         meta = (int(manifest.tensors.ndim[tensor]), manifest.tensors.dtypes[tensor].name)
         found.setdefault((*meta, key), []).append(tensor)
     return [tuple(manifest.tensors.fqns[t] for t in group) for group in found.values() if len(group) > 1]
+
+
+def _stored_again(chunks: ChunkTable) -> BoolArray:
+    """bool[n_chunks]: another chunk has the same bytes of the same file."""
+    order = np.lexsort((chunks.length, chunks.offset, chunks.file))
+    is_same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)
+    for column in (chunks.file, chunks.offset, chunks.length):
+        is_same &= np.diff(column[order]) == 0
+    found: BoolArray = np.zeros(len(order), dtype=np.bool_)
+    found[order[:-1][is_same]] = True
+    found[order[1:][is_same]] = True
+    return found
