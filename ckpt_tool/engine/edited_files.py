@@ -10,8 +10,9 @@ from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.local.take_over import BLOCK_BYTES
+from ckpt_tool.storage.local.target import LocalTarget
 from ckpt_tool.storage.store import Store
-from ckpt_tool.storage.target import LocalTarget, Target
+from ckpt_tool.storage.target import Target
 from ckpt_tool.storage.virtual.beside import Beside
 
 __all__ = ["TakenOver", "write_edited"]

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from ckpt_tool.errors import UsageError
 from ckpt_tool.storage.local.target import LocalTarget
-from ckpt_tool.storage.parts.place import Bytes
-from ckpt_tool.storage.parts.places import part_place
 from ckpt_tool.storage.urls import is_local, scheme_of, shown, unfolded
 
-__all__ = ["Bytes", "LocalTarget", "Log", "Target", "open_target"]
+__all__ = ["Bytes", "Log", "Target", "open_target"]
 
 DEFAULT_MEMORY_BYTES = 512 << 20
+
+Bytes = bytes | bytearray | memoryview
 
 
 class Log(Protocol):
@@ -120,6 +120,8 @@ def open_target(
         return LocalTarget(
             text, overwrite=overwrite, resume=resume, durable=durable, single_file=single_file, joins=joins
         )
+    from ckpt_tool.storage.parts.places import part_place
+
     place = part_place(text, single_file=single_file)
     if place is not None:
         from ckpt_tool.storage.parts.target import PartTarget  # local targets do without its 6 ms

@@ -26,8 +26,9 @@ from ckpt_tool.geometry.box import Box
 from ckpt_tool.manifest.model import Chunk, FileEntry, FileRange, Manifest, TensorMeta
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, FileTable, TensorTable
 from ckpt_tool.plan.build import make_plan
+from ckpt_tool.storage.local.target import LocalTarget
 from ckpt_tool.storage.memory import MemoryStore
-from ckpt_tool.storage.target import LocalTarget, open_target
+from ckpt_tool.storage.target import open_target
 from tests.storage.recording import RecordingStore
 from tests.strategies import partitions, shapes
 from tests.synthetic import layout_of, limits, make_source, make_target
@@ -222,7 +223,8 @@ from ckpt_tool.plan.build import make_plan
 from ckpt_tool.storage.forks import can_fork
 from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.memory import MemoryStore
-from ckpt_tool.storage.target import LocalTarget, open_target
+from ckpt_tool.storage.local.target import LocalTarget
+from ckpt_tool.storage.target import open_target
 from tests.synthetic import layout_of, limits, make_source, make_target
 folder, kill_at, resume, n_workers = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume", int(sys.argv[4])
 array = np.arange(4000, dtype=np.float32).reshape(100, 40)

@@ -13,7 +13,8 @@ from urllib.parse import quote, unquote
 
 from ckpt_tool.errors import StorageError, TargetExists, UsageError
 from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
-from ckpt_tool.storage.parts.place import Begun, Bytes, Part, PartLimits
+from ckpt_tool.storage.parts.place import Begun, Part, PartLimits
+from ckpt_tool.storage.target import Bytes
 from ckpt_tool.storage.unfinished import JOURNAL_NAME
 
 __all__ = ["HdfsPlace"]

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.storage.target import Bytes
 
-__all__ = ["Begun", "Bytes", "Part", "PartLimits", "PartPlace"]
-
-Bytes = bytes | bytearray | memoryview
+__all__ = ["Begun", "Part", "PartLimits", "PartPlace"]
 
 
 @dataclass(frozen=True, slots=True)

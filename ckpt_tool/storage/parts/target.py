@@ -18,8 +18,9 @@ from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.parts.commit import delete_old, is_control, measure
 from ckpt_tool.storage.parts.log import PartLog, PartNotes
-from ckpt_tool.storage.parts.place import Begun, Bytes, PartPlace
+from ckpt_tool.storage.parts.place import Begun, PartPlace
 from ckpt_tool.storage.parts.uploads import N_UPLOADS, PartFile, PartUploads, Receipt
+from ckpt_tool.storage.target import Bytes
 from ckpt_tool.storage.unfinished import JOURNAL_NAME, MARKER_NAME
 from ckpt_tool.storage.urls import check_path, join_url
 

@@ -12,9 +12,10 @@ from xml.etree import ElementTree as ET
 
 from ckpt_tool.errors import NotFound, StorageError, UsageError
 from ckpt_tool.storage.parts.commit import is_control
-from ckpt_tool.storage.parts.place import Begun, Bytes, Part, PartLimits
+from ckpt_tool.storage.parts.place import Begun, Part, PartLimits
 from ckpt_tool.storage.s3.answers import tree_of, xml_text, xml_time
 from ckpt_tool.storage.s3.client import S3Client, split_s3_url
+from ckpt_tool.storage.target import Bytes
 
 __all__ = ["S3Place"]
 
