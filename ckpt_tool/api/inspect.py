@@ -164,7 +164,7 @@ class Inspection:
         parts, n_copies = self._parts()
         return tuple(
             TensorRow(
-                fqn, tensors.dtypes[at].name, tensors.shape_of(at), nbytes, SECTIONS[section], n_chunks[at],
+                fqn, tensors.dtypes[at].name, tensors.shapes[at], nbytes, SECTIONS[section], n_chunks[at],
                 tuple(parts[at, : tensors.ndim[at]].tolist()), n_copies[at],
             )
             for at, (fqn, nbytes, section) in enumerate(

@@ -125,7 +125,9 @@ class TensorTable:
 
     def __iter__(self) -> Iterator[TensorMeta]:
         """Records in row order."""
-        return (self.record(row) for row in range(len(self)))
+        paths = ((fqn,) for fqn in self.fqns) if self.paths is None else self.paths
+        rows = zip(self.fqns, self.dtypes, self.shapes, self.section.tolist(), paths, strict=True)
+        return (TensorMeta(fqn, dtype, shape, SECTIONS[at], path) for fqn, dtype, shape, at, path in rows)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -154,6 +156,11 @@ class TensorTable:
     def nbytes(self) -> IntArray:
         """int64[n]: bytes of the packed elements."""
         return (self.numel * self.bits + 7) // 8
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Global shapes, without padding."""
+        return tuple([tuple(row[:n]) for row, n in zip(self.shape.tolist(), self.ndim.tolist(), strict=True)])
 
     def shape_of(self, row: int) -> tuple[int, ...]:
         """Global shape of one tensor, without padding."""

@@ -128,7 +128,7 @@ def apply_naming(
     vocab, vocab_notes = (None, ()) if "vocab" in facts else true_vocabulary(checkpoint, tables, true_vocab)
     if vocab is not None:
         facts["vocab"] = vocab
-    shapes = {fqn: everywhere.shape_of(row) for row, fqn in enumerate(everywhere.fqns)}
+    shapes = dict(zip(everywhere.fqns, everywhere.shapes, strict=True))
     renaming = rename(found.naming, matches, shapes, facts, is_whole=is_whole)
     named = {matched.fqn for matched in matches}
     kept = [fqn for fqn in manifest.tensors.fqns if fqn not in named]

@@ -78,7 +78,7 @@ def placed_by_rules(
     rule_set, evidence = rules_for(tensors.fqns, rules, is_optional=default is not None or not needs_rules)
     placed = place(
         tensors.fqns,
-        [tensors.shape_of(row) for row in range(len(tensors))],
+        tensors.shapes,
         mesh,
         rule_set,
         dp_mode=dp_mode,

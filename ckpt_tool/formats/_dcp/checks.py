@@ -16,6 +16,7 @@ from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._dcp.objects import ZSTD_KIND
 from ckpt_tool.formats._zip.container import Fault, finding_of_fault
 from ckpt_tool.formats.base import Checksum, Source
+from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileEntry, FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
@@ -138,20 +139,11 @@ def item_of(manifest: Manifest, row: int) -> FileRange:
 def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
     """``missing-file`` (with the tensors in it), ``cut-file`` and ``unknown-file``; without a request."""
     listing = source.listing
-    holds: dict[str, set[str]] = defaultdict(set)
-    ends: dict[str, int] = defaultdict(int)
-    for row in range(len(manifest.chunks)):
-        where = item_of(manifest, row)
-        holds[where.path].add(manifest.tensors.fqns[manifest.chunks.tensor[row]])
-        ends[where.path] = max(ends[where.path], where.end)
-    for blob in manifest.blobs:
-        if blob.where is not None:
-            holds[blob.where.path].add(blob.fqn)
-            ends[blob.where.path] = max(ends[blob.where.path], blob.where.end)
-    for path in sorted(holds):
+    ends = _ends(manifest)
+    for path in sorted(ends):
         nbytes = listing.sizes.get(path)
         if nbytes is None:
-            names = sorted(holds[path])
+            names = _names_in(manifest, path)
             held = f"{counted(len(names), 'entry')}: {some_of(names, _NAMES_SHOWN)}"
             message = f"the file is missing; it holds parts of {held}"
             yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, ends[path]))
@@ -160,8 +152,8 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
                 f"the file has {counted(nbytes, 'byte')}, expected {ends[path]:,}: {ends[path] - nbytes:,} are missing"
             )
             yield Finding("cut-file", Severity.ERROR, message, where=FileRange(path, nbytes, ends[path] - nbytes))
-    known = {*holds, *(where.path for where in _other_items(manifest))}
-    folders = {"", *(path.rpartition("/")[0] for path in holds)}
+    known = {*ends, *(where.path for where in _other_items(manifest))}
+    folders = {"", *(path.rpartition("/")[0] for path in ends)}
     for path in listing.paths:
         if not path.endswith(".distcp") or path.rpartition("/")[0] not in folders:
             continue
@@ -176,6 +168,31 @@ def file_findings(source: Source, manifest: Manifest) -> Iterator[Finding]:
 def _other_items(manifest: Manifest) -> list[FileRange]:
     """Items of chunks without elements, which may have a file to themselves and are missed nowhere."""
     return [] if manifest.items is None else manifest.items.ranges(manifest.files)
+
+
+def _ends(manifest: Manifest) -> dict[str, int]:
+    """By file, the byte behind the last item that lies in it."""
+    chunks, entries = manifest.chunks, manifest.files.entries
+    behind = np.zeros(len(entries), dtype=np.uint64)  # where metadata are damaged, sums leave int64
+    np.maximum.at(behind, chunks.file, chunks.offset.astype(np.uint64) + chunks.length.astype(np.uint64))
+    ends: dict[str, int] = defaultdict(int)
+    for row in distinct(chunks.file).tolist():
+        part = entries[row].part
+        path, end = (entries[row].path, int(behind[row])) if part is None else (part.path, part.end)
+        ends[path] = max(ends[path], end)
+    for blob in manifest.blobs:
+        if blob.where is not None:
+            ends[blob.where.path] = max(ends[blob.where.path], blob.where.end)
+    return ends
+
+
+def _names_in(manifest: Manifest, path: str) -> list[str]:
+    """Tensors and objects of which something lies in a file, sorted."""
+    entries = manifest.files.entries
+    files = [row for row, entry in enumerate(entries) if (entry.part or entry).path == path]
+    rows = distinct(manifest.chunks.tensor[np.isin(manifest.chunks.file, files)])
+    objects = {blob.fqn for blob in manifest.blobs if blob.where is not None and blob.where.path == path}
+    return sorted({manifest.tensors.fqns[row] for row in rows.tolist()} | objects)
 
 
 def _edges(source: Source, places: Sequence[FileRange]) -> Iterator[tuple[FileRange, bytes, bytes]]:

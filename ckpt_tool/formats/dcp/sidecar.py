@@ -85,7 +85,7 @@ def sidecar_bytes(sidecar: Sidecar, metadata: bytes) -> bytes:
         {
             "fqn": pa.array(tensors.fqns, pa.string()),
             "dtype": pa.array([dtype.name for dtype in tensors.dtypes], pa.string()),
-            "shape": pa.array([tensors.shape_of(row) for row in range(len(tensors))], pa.list_(pa.int64())),
+            "shape": pa.array(tensors.shapes, pa.list_(pa.int64())),
             "section": pa.array(sections, pa.int8()),
             "path": pa.array([None if is_flat else json.dumps(path) for path in paths], pa.string()),
         }
