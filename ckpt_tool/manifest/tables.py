@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import IntFlag
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,8 @@ def pad_shapes(shapes: Sequence[Sequence[int]], width: int, fill: int) -> IntArr
     [[2, 3], [1, 1]]
     """
     padded = np.full((len(shapes), width), fill, dtype=np.int64)
-    for row, shape in enumerate(shapes):
-        padded[row, : len(shape)] = shape
+    ndim = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
+    padded[np.arange(width) < ndim[:, None]] = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
     return padded
 
 

@@ -109,12 +109,10 @@ def _match_tensors(source: Manifest, target: Manifest) -> IntArray:
     if len(missing := np.flatnonzero(rows < 0)):
         names = ", ".join(repr(target.tensors.fqns[i]) for i in missing[:3])
         raise LayoutError(f"{counted(len(missing), 'target tensor', 'have')} no source: {names}", where=source.root)
-    for target_row, source_row in enumerate(rows.tolist()):
-        wanted, found = target.tensors.shape_of(target_row), source.tensors.shape_of(source_row)
-        if wanted != found:
-            raise LayoutError(
-                f"shapes differ, expected {list(wanted)}, got {list(found)}", where=target.tensors.fqns[target_row]
-            )
+    shapes = source.tensors.shapes
+    for fqn, wanted, source_row in zip(target.tensors.fqns, target.tensors.shapes, rows.tolist(), strict=True):
+        if wanted != shapes[source_row]:
+            raise LayoutError(f"shapes differ, expected {list(wanted)}, got {list(shapes[source_row])}", where=fqn)
     return rows
 
 

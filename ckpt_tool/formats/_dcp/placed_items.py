@@ -191,7 +191,7 @@ def written_tensors(
         tensor, columns = _by_tensor(tensors, boxes, placed, kept, extra)
     n_chunks = np.bincount(tensor, minlength=len(tensors)).tolist()
     written = [
-        WrittenTensor(name, dtype, tensors.shape_of(row), path, n_chunks[row])
+        WrittenTensor(name, dtype, tensors.shapes[row], path, n_chunks[row])
         for row, ((name, path), dtype) in enumerate(zip(names, tensors.dtypes, strict=True))
         if row not in elsewhere
     ]
