@@ -8,6 +8,7 @@ from ckpt_tool.checks.absent import absent_findings
 from ckpt_tool.checks.companions import companion_findings
 from ckpt_tool.checks.coverage import coverage_findings
 from ckpt_tool.checks.extents import Extents, extent_findings, length_findings, loss_findings
+from ckpt_tool.checks.layers import layer_findings
 from ckpt_tool.checks.optimizer import optimizer_findings
 from ckpt_tool.checks.sharing import sharing_findings
 from ckpt_tool.checks.strays import stray_findings
@@ -19,7 +20,7 @@ __all__ = ["structure_findings"]
 
 
 def structure_findings(manifest: Manifest, listing: Listing, extents: Extents) -> Iterator[Finding]:
-    """Files, extents, coverage, absent weights, shared bytes, optimizer state and companions; reads nothing.
+    """Files, extents, coverage, absent weights, shared bytes, layers, optimizer state and companions; reads nothing.
 
     Args:
         manifest: chunks may be unresolved; their container items are then what is judged.
@@ -34,4 +35,5 @@ def structure_findings(manifest: Manifest, listing: Listing, extents: Extents) -
     yield from sharing_findings(manifest, extents.has_chunk)
     yield from stray_findings(manifest, listing)
     yield from companion_findings(manifest, listing)
+    yield from layer_findings(manifest)
     yield from optimizer_findings(manifest)
