@@ -172,6 +172,38 @@ def test_in_place(tmp_path: Path) -> None:
     assert set(contents(tmp_path / "hf")) == set(contents(HF))
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+def test_in_place_keeps_permissions(tmp_path: Path, name: str) -> None:
+    """A file that others may not read stays so, also one of a folder, and the folder; a link's other names do not."""
+    put(tmp_path, {"d/model.safetensors": safetensors_bytes({"m.w": ("F32", [1], bytes(4))}), "d/config.json": b"{}"})
+    torch.save({"m.w": torch.ones(2)}, tmp_path / "a.pt")
+    save_file({"m.w": np.ones(2)}, tmp_path / "a.safetensors")
+    os.chmod(tmp_path / name, 0o600)
+    changed(tmp_path / name, None, rename=[("^m", "n")], in_place=True)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    for path, mode in (("d/model.safetensors", 0o640), ("d/config.json", 0o604), ("d", 0o700)):
+        os.chmod(tmp_path / path, mode)
+    changed(tmp_path / "d", None, rename=[("^m", "n")], in_place=True)
+    modes = [(tmp_path / path).stat().st_mode & 0o777 for path in ("d/model.safetensors", "d/config.json", "d")]
+    assert modes == [0o640, 0o604, 0o700]
+
+
+def test_an_overwritten_link_leaves_the_source_its_permissions(tmp_path: Path) -> None:
+    """What is taken over as a hard link is the source's own file too."""
+    put(tmp_path / "in", {"model.safetensors": safetensors_bytes({"w": ("F32", [1], bytes(4))}), "notes.md": b"x"})
+    put(tmp_path / "out", {"notes.md": b"y"})
+    os.chmod(tmp_path / "in/notes.md", 0o644)
+    os.chmod(tmp_path / "out/notes.md", 0o600)
+    changed(tmp_path / "in", tmp_path / "out", rename=[("w", "v")], link="hard", overwrite=True)
+    assert (tmp_path / "in/notes.md").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_pattern_of_everything_replaces_once(tmp_path: Path) -> None:
+    """``.*`` finds nothing more behind the end of a name."""
+    source = put(tmp_path / "in", {"model.safetensors": safetensors_bytes({"w": ("F32", [1], bytes(4))})})
+    assert changed(source, tmp_path / "out", rename=[(".*", "v")]).renamed == (("w", "v"),)
+
+
 def test_a_failure_leaves_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit in place that fails on its way changes nothing and leaves nothing."""
     shutil.copytree(HF, tmp_path / "hf")

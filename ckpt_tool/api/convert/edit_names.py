@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ckpt_tool.api.convert.conversion import Dropped
+from ckpt_tool.api.convert.names import replaced
 from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.layout.names import without_wrappers
 from ckpt_tool.manifest.model import Manifest
@@ -121,7 +122,7 @@ def _map(changes: NameChanges, fqns: Sequence[str], where: str) -> Callable[[str
 
     def mapped(fqn: str) -> str:
         for number, (pattern, text) in enumerate(compiled):
-            fqn, n = pattern.subn(text, fqn)
+            fqn, n = replaced(pattern, text, fqn)
             used[number] += n
         fitting = [prefix for prefix in prefixes if fqn.startswith(prefix)]
         stripped.update(fitting)

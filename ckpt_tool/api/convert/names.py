@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tool.errors import LayoutError
@@ -11,7 +12,7 @@ from ckpt_tool.manifest.sections import WRAPPERS
 from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.sizes import counted, shell_word, some_of
 
-__all__ = ["beside_model_notes", "module_names", "renamed"]
+__all__ = ["beside_model_notes", "module_names", "renamed", "replaced"]
 
 # Keys under which trainers put the module's own state dict.
 _STATE_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "app"})
@@ -88,3 +89,22 @@ def renamed(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
         )
     table = TensorTable(fqns, tensors.dtypes, tensors.shape, tensors.ndim, tensors.section, paths)
     return manifest.replace(tensors=table)
+
+
+def replaced(pattern: re.Pattern[str], text: str, name: str) -> tuple[str, int]:
+    r"""A name with what a pattern finds replaced, and how often; nothing is found behind the end of what was.
+
+    >>> replaced(re.compile(".*"), "new", "old"), replaced(re.compile("^"), "model.", "w")
+    (('new', 1), ('model.w', 1))
+    """
+    end = -1
+    count = 0
+
+    def one(match: re.Match[str]) -> str:
+        nonlocal end, count
+        is_behind = match.start() == match.end() == end
+        end = match.end()
+        count += not is_behind
+        return "" if is_behind else match.expand(text)
+
+    return pattern.sub(one, name), count

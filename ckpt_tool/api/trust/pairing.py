@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from ckpt_tool.api.convert.names import module_names
+from ckpt_tool.api.convert.names import module_names, replaced
 from ckpt_tool.api.trust.name_hints import NameHint, family_hint, name_hint
 from ckpt_tool.compare.tiles import Pair
 from ckpt_tool.errors import UsageError
@@ -65,7 +65,7 @@ def name_map(replacements: Sequence[tuple[str, str]], strip_prefixes: str | Sequ
 
     def mapped(fqn: str) -> str:
         for pattern, text in compiled:
-            fqn = pattern.sub(text, fqn)
+            fqn, _ = replaced(pattern, text, fqn)
         prefix = next((prefix for prefix in prefixes if fqn.startswith(prefix)), "")
         return fqn[len(prefix) :]
 

@@ -13,7 +13,7 @@ import stat
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local.kernel import exchange
 
-__all__ = ["N_SYNCS", "remove", "swap_in", "sync_folder", "sync_tree"]
+__all__ = ["N_SYNCS", "keep_modes", "remove", "swap_in", "sync_folder", "sync_tree"]
 
 N_SYNCS = 16
 """Waits for the device at once: a file system makes those of many files durable in one commit of its journal."""
@@ -35,6 +35,24 @@ def swap_in(partial: str, final: str, replaced: str) -> None:
     else:
         os.rename(final, replaced)
         os.rename(partial, final)
+
+
+def keep_modes(old: str, new: str) -> None:
+    """Give a file or folder, and all that is in it, the permissions of what it will replace, as far as that is there.
+
+    Files that are known under other names as well keep theirs.
+    """
+    pairs = [(old, new)]
+    if os.path.isdir(new):
+        below = [os.path.join(folder, name) for folder, folders, names in os.walk(new) for name in (*folders, *names)]
+        pairs += [(os.path.join(old, os.path.relpath(path, new)), path) for path in below]
+    for before, after in pairs:
+        now = os.lstat(after)
+        is_shared = not stat.S_ISDIR(now.st_mode) and now.st_nlink > 1
+        if os.path.exists(before) and not stat.S_ISLNK(now.st_mode) and not is_shared:
+            was = os.stat(before)
+            if stat.S_ISDIR(was.st_mode) == stat.S_ISDIR(now.st_mode) and was.st_mode != now.st_mode:
+                os.chmod(after, stat.S_IMODE(was.st_mode))
 
 
 def sync_folder(folder: str) -> None:

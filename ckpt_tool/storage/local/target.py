@@ -19,7 +19,7 @@ from ckpt_tool.storage.local.file_log import FileLog
 from ckpt_tool.storage.local.handles import Handles
 from ckpt_tool.storage.local.kernel import fallocate, start_writeback
 from ckpt_tool.storage.local.locked_file import hold
-from ckpt_tool.storage.local.renaming import N_SYNCS, remove, swap_in, sync_folder, sync_tree
+from ckpt_tool.storage.local.renaming import N_SYNCS, keep_modes, remove, swap_in, sync_folder, sync_tree
 from ckpt_tool.storage.local.take_over import clone_range, copy_range, take_file
 from ckpt_tool.storage.unfinished import JOURNAL_NAME, MARKER_NAME, OWN_NAMES
 from ckpt_tool.storage.urls import check_path, local_path
@@ -231,6 +231,8 @@ class LocalTarget:
         try:
             self._check_final()
             self._handles.close()
+            if self._overwrite:
+                keep_modes(self._final, self._full(next(iter(self._sizes))) if self._single_file else self.root)
             if self._durable:
                 sync_tree(self.root)
             if self._single_file:
