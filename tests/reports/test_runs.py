@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tool.api.runs.ls import ls
 from tests.api.runs import DEEPSPEED, HF, TITAN, copied, titan
 from tests.formats.megatron.places import CHECKPOINTS
-from tests.reports.conftest import Ckpt
+from tests.reports.conftest import FIXTURES, Ckpt
 from tests.reports.made import put, safetensors_bytes, saved, values
 
 
@@ -218,6 +218,16 @@ def test_r100_a_folder_of_an_array(tmp_path: Path, ckpt: Ckpt, gone: str) -> Non
     assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/iter_0000010\n"
     fetch = ckpt("verify", tmp_path / "iter_0000020", "--plan-fetch")
     assert (fetch.status, fetch.out.splitlines()) == (1, [f"{folder.name}/.zarray" for folder in lost])
+
+
+def test_r100_one_rank_of_bytecheckpoint_without_its_loader(tmp_path: Path, ckpt: Ckpt) -> None:
+    """R100: only a rank's extra state is missing, without which its part of the data would be replayed."""
+    shutil.copytree(FIXTURES / "bytecheckpoint/fsdp_dec_4r/ckpt/global_step_2", tmp_path / "global_step_2")
+    shutil.copytree(tmp_path / "global_step_2", tmp_path / "global_step_4")
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/global_step_4\n"
+    (tmp_path / "global_step_4/extra_state/extra_state_rank_2.pt").unlink()
+    assert ckpt("ls", tmp_path, "--latest").out == f"{tmp_path}/global_step_2\n"
+    assert ckpt("verify", tmp_path / "global_step_4", "--quick").status == 1
 
 
 @pytest.mark.parametrize("level", ["quick", "full"])

@@ -130,14 +130,22 @@ class ByteCheckpointReader:
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Files that are missing, cut or unknown, ranks without extra state, and findings about its files."""
         yield from checks.file_findings(source, manifest)
-        step = within(source, manifest.info.get("folder", ""))
-        ranks = set(_extra_files(step))
+        yield from self.check_metadata(source, manifest)
+        yield from archive_findings(source, only_files(manifest, _is_extra(manifest)))
+
+    def check_metadata(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
+        """Ranks without extra state where others have theirs: an error for those whose tensors are here.
+
+        Others may be ranks of an earlier save, of which a file was left.
+        """
+        ranks = set(_extra_files(within(source, manifest.info.get("folder", ""))))
         missing = absent_numbers(ranks, manifest.info.get("world_size") or 0) if ranks else []
+        known = max((rank_of(entry.path.rpartition("/")[2]) for entry in manifest.files), default=-1) if missing else -1
         for rank in missing:
             path = "/".join(filter(None, (manifest.info.get("folder"), EXTRA_STATE, f"extra_state_rank_{rank}.pt")))
-            message = f"rank {rank} has no file of extra state: {path}"
-            yield Finding("missing-file", Severity.WARNING, message, where=FileRange(path, 0, 0))
-        yield from archive_findings(source, only_files(manifest, _is_extra(manifest)))
+            severity = Severity.ERROR if rank <= known else Severity.WARNING
+            said = f"rank {rank} has no file of extra state, which other ranks have: {path} is missing"
+            yield Finding("missing-file", severity, said, where=FileRange(path, 0, 0))
 
 
 READER = ByteCheckpointReader()
