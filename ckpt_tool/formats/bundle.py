@@ -133,7 +133,7 @@ class Bundle:
 
 
 def _inside(source: Source, folder: str) -> Source:
-    return Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
+    return Source(Subfolder(source.store, folder), sublisting(source.listing, folder), is_salvage=source.is_salvage)
 
 
 def _below(folder: str, where: FileRange) -> FileRange:

@@ -190,3 +190,33 @@ def test_a_universal_checkpoint_without_model_states(tmp_path: Path, ckpt: Ckpt,
         assert (ran.status, "no model states, which name the parameters" in ran.err) == (3, True)
     assert "no model states" in ckpt("ls", tmp_path / "in").text
     assert ckpt("verify", tmp_path / "in", "--plan-fetch").out == "mp_rank_00_model_states.pt\n"
+
+
+@pytest.mark.parametrize("n_left", [0, 3000])
+def test_megatron_without_its_common_state(tmp_path: Path, ckpt: Ckpt, n_left: int) -> None:
+    """R47, R11: the file of the first rank, in which the arguments lie as well: what other files hold is kept."""
+    whole = CHECKPOINTS / "td_full_t2p2d2/ckpt"
+    shutil.copytree(whole, tmp_path / "in")
+    path = tmp_path / "in/iter_0000010/__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:n_left])
+    assert ckpt("verify", tmp_path / "in").status == 3
+    saved = ckpt("verify", tmp_path / "in", "--salvage", tmp_path / "out", "--json")
+    assert saved.status == 1
+    truth, kept = as_bytes(whole), as_bytes(tmp_path / "out")
+    assert len(kept) == 12
+    assert all(truth[fqn] == value for fqn, value in kept.items())
+    assert {each["fqn"] for each in saved.json["lost"]} > truth.keys() - kept.keys()
+
+
+def test_cut_in_a_folder_of_an_iteration(tmp_path: Path, ckpt: Ckpt) -> None:
+    """R47: what lies before the cut of a rank's file is kept there, as it is in a file by itself."""
+    whole = CHECKPOINTS / "legacy_t2p2/ckpt"
+    kept = []
+    for share in (0.1, 0.6, 0.9):
+        name = f"{share}"
+        shutil.copytree(whole, tmp_path / name)
+        path = tmp_path / name / "iter_0000010/mp_rank_00_001/distrib_optim.pt"
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+        assert ckpt("verify", tmp_path / name, "--salvage", tmp_path / f"out-{name}").status == 1
+        kept.append(len(as_bytes(tmp_path / f"out-{name}")))
+    assert kept == sorted(set(kept))

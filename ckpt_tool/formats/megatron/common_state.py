@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tool.errors import FormatError
+from ckpt_tool.errors import FormatError, NotFound
 from ckpt_tool.formats._torch_file import headers
 from ckpt_tool.formats._torch_file.archive import TorchFile, open_torch_file
 from ckpt_tool.formats._torch_file.assemble import Assembly, Part, assemble
@@ -79,13 +79,18 @@ class Common:
 def read_common(source: Source, blobs: Sequence[Blob]) -> Common:
     """The common state of a distributed checkpoint, by Megatron's own rule: the file if it is there, else the object.
 
-    Costs the three requests of a torch file, or one for the object; none when there is neither.
+    Costs the three requests of a torch file, or one for the object; none when there is neither. To be salvaged, tensors
+    are read also where the object's file is missing or cut.
     """
     if COMMON_FILE in source.listing:
         return common_of(open_torch_file(source, COMMON_FILE), COMMON_FILE)
     for blob in blobs:
         if blob.fqn == COMMON_OBJECT and blob.where is not None:
-            return common_of(open_item(source, blob.where, blob.fqn), COMMON_OBJECT)
+            try:
+                return common_of(open_item(source, blob.where, blob.fqn), COMMON_OBJECT)
+            except (FormatError, NotFound):
+                if not source.is_salvage:
+                    raise
     return Common("", {}, Assembly(), ())
 
 

@@ -79,7 +79,9 @@ def iterations(paths: Iterable[str]) -> dict[str, list[str]]:
 
 def within(source: Source, folder: str) -> Source:
     """The files of a folder of the source, with paths relative to it; the source itself for the empty name."""
-    return source if not folder else Source(Subfolder(source.store, folder), sublisting(source.listing, folder))
+    if not folder:
+        return source
+    return Source(Subfolder(source.store, folder), sublisting(source.listing, folder), is_salvage=source.is_salvage)
 
 
 def locate(source: Source, is_complete: IsComplete, is_ours: Callable[[str], bool]) -> Location | None:
