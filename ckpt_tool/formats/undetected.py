@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
-from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stand_in, what_is
+from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stand_in
 from ckpt_tool.formats._folder import folder_content, kinds_of_files, named_content, telling_files
 from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.lacking import empty_metadata, lacking_files
@@ -144,15 +144,19 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     named = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, top))})(?![\w])") if top else None
     likely = [each for each in probes if each[0].confidence > 0 or (named and named.search(each[0].why))]
     likely = likely or probes[-1:]
-    what = [
-        f"{path} is {what}" for path in top[:_SHOWN] if (what := what_is(source.head(path, HEAD_NBYTES))) is not None
+    contents = {path: content_of(source.head(path, HEAD_NBYTES)) for path in top[:_SHOWN]}
+    what = [f"{path} is {content.what}" for path, content in contents.items() if content is not None]
+    renamed = [
+        f"{path} may be renamed: {content.fix}"
+        for path, content in contents.items()
+        if content is not None and content.fix is not None and content.fix.startswith("name it ")
     ]
     why = _reasons(likely) if likely[0][0].confidence > 0 else "; ".join(what) or _reasons(likely)
     place = "a tar archive with " if isinstance(source.store, TarStore) else ""
     return NotFound(
         f"{place}no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({why})",
         where=url,
-        hint="ckpt formats lists what is read",
+        hint=renamed[0] if renamed else "ckpt formats lists what is read",
     )
 
 

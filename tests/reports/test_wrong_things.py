@@ -47,6 +47,7 @@ def zipped(folder: Path) -> bytes:
     return data.getvalue()
 
 
+ST = b"\x40\0\0\0\0\0\0\0" + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64) + bytes(4)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1234567\n"
 FILES: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
     "lfs": ("model.safetensors", lambda: LFS, "a git-LFS pointer", "git lfs pull"),
@@ -94,6 +95,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str, str]] = {
     "archive": ({"ckpt.tar.gz": b"\x1f\x8b"}, "1 archive (ckpt.tar.gz)", "unpack it"),
     "empty files": ({"a.pt": b"", "b.pt": b""}, "2 empty files where tensors should be", "fetch them again"),
     "code": ({"train.py": b"", "a.so": b"\x7fELF"}, "no known checkpoint format among 1 .so, 1 .py", "ckpt formats"),
+    "fetched twice": ({"a.safetensors.1": ST}, "a.safetensors.1 is a safetensors file", "name it .safetensors"),
     "nothing": ({}, "an empty folder", ""),
     "lfs bin": ({"pytorch_model.bin": LFS, "config.json": b"{}"}, "pytorch_model.bin is a git-LFS pointer", "lfs pull"),
     "lfs dcp": ({".metadata": LFS, "__0_0.distcp": LFS}, ".metadata is a git-LFS pointer; 1 other file", "lfs pull"),
