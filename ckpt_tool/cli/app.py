@@ -25,8 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _open_streams() -> None:
+    """Give the null device to streams that were closed before the start (``>&-``): files would take their numbers."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if stream is None:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 def run() -> NoReturn:
     """The program ``ckpt``: ``main`` in a process of its own, set up for a short life before anything is imported."""
+    _open_streams()
     # Most of what a command makes lives until its end, so young objects are looked at three hundred times less often.
     gc.set_threshold(200_000, 50, 100)
     # Threads that numpy's linear algebra starts on import would never get work here.

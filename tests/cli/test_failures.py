@@ -117,6 +117,19 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (run.stdout.splitlines(), run.stderr) == ([str(source), "141"], "")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="redirections of a POSIX shell")
+@pytest.mark.parametrize(("closed", "path", "status"), [("0", "a", 0), ("1", "a", 0), ("2", "a", 0), ("2", "b", 3)])
+def test_closed_streams(closed: str, path: str, status: int, tmp_path: Path) -> None:
+    """A stream that is closed, as a daemon's may be, takes nothing and changes no status."""
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "a.safetensors")
+    command = f"'{sys.executable}' -m ckpt_tool inspect -q '{tmp_path}/{path}.safetensors' {closed}>&-"
+    run = subprocess.run(
+        ["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    expected = "w\n" if status == 0 and closed != "1" else ""
+    assert (run.returncode, run.stdout, run.stderr) == (status, expected, "")
+
+
 def test_an_error_may_have_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Lists and stanzas in a message keep their lines; other control characters are shown as escapes."""
     monkeypatch.setattr("ckpt_tool.api.trust.verify.verify", raising(errors.LayoutError("no rule:\n  a\x1b[2J\n  b")))

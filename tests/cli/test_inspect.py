@@ -266,6 +266,25 @@ def test_every_fixture_fits(
     assert max(len(line) for line in lines) <= width
 
 
+def test_formats_are_listed_in_short(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line or two for each format; of those that are named also how they are told, and what proves them."""
+    monkeypatch.setenv("COLUMNS", "120")
+    listed = ckpt(capsys, "formats").splitlines()
+    head = listed[0]
+    assert head.split("  ") == ["format", *[""] * 6, " read", "write", "what it is"]
+    [orbax] = [found for found in listed if found.startswith("orbax ")]
+    assert orbax[head.index("what it is") :] == "Orbax (JAX): OCDBT or files, zarr 2 or 3"
+    assert listed[-1] == "ckpt formats NAME tells how a format is recognised, and what it was tested with."
+    told = ckpt(capsys, "formats", "orbax", "npz").splitlines()
+    assert [found.split()[0] for found in told if not found.startswith(" ")] == ["format", "orbax", "npz"]
+    assert sum(found.startswith("  told by ") for found in told) == 2
+    assert not any("told by" in found for found in listed)
+    monkeypatch.setenv("COLUMNS", "45")
+    assert "    Orbax (JAX): OCDBT or files, zarr 2 or 3" in ckpt(capsys, "formats").splitlines()
+    assert main(["formats", "hf"]) == 2
+    assert capsys.readouterr().err.startswith("error: no format is called 'hf'\nhint: one of: ")
+
+
 def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     """The proofs of the table of formats exist: checkpoints that are read as that format, or tests."""
     document = json.loads(ckpt(capsys, "formats", "--json"))
