@@ -84,12 +84,16 @@ class ConversionResult:
     format: str
     n_tensors: int
     n_files: int
+    """Files of the target; the manifest of digests lies beside it."""
     nbytes: int
+    """Bytes of these files, headers included."""
     report: RunReport
+    """Seconds, payload bytes read and written, and what casts did to values."""
     dropped: tuple[Dropped, ...]
+    """Tensors and objects of the source that the target has not, each with the reason."""
     notes: tuple[str, ...]
     manifest_url: str | None = None
-    """The manifest of digests that was written too."""
+    """The manifest of digests that was written too; None where none was asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """Schema ``ckpt-tool/conversion/1``: the fields of this record, ``report`` with seconds, bytes and casts."""

@@ -269,7 +269,22 @@ def export(
     progress: Callable[[Progress], None] | None = None,
     **options: Any,
 ) -> ConversionResult:
-    """Export a checkpoint; arguments as in ``prepare_export``."""
+    """Write whole tensors in a format that other programs load; ``ckpt_tool.plan_export`` alone shows it before.
+
+    Args:
+        source: checkpoint of any readable format, a path or URL.
+        target: file or folder to write, a path or URL.
+        progress: called now and then with the payload bytes that are written, and all there are.
+        **options: all others of ``ckpt_tool.plan_export``, by the same names.
+
+    Returns:
+        What was written, dropped and noted; ``nbytes`` counts the target's files, headers included.
+
+    Raises:
+        CkptError: see ``ckpt_tool.plan_export``.
+        TargetExists: something is at the target, and neither ``overwrite`` nor ``resume`` was given.
+        StorageError: no space, or the storage failed; ``resume=True`` goes on.
+    """
     conversion = prepare_export(source, target, **options)
     with conversion.checkpoint:
         return conversion.run(progress)

@@ -241,10 +241,24 @@ def reshard(
     n_processes: int = 1,
     **options: Any,
 ) -> ConversionResult:
-    """Reshard a checkpoint; arguments as in ``prepare_reshard``.
+    """Write the same tensors cut for another mesh; ``ckpt_tool.plan_reshard`` alone shows it before.
 
-    ``n_processes`` on this machine share the work, threads and memory. Their start imports the caller's main module,
-    which must not run again when imported.
+    Args:
+        source: checkpoint of any readable format, a path or URL.
+        target: folder to write, a path or URL.
+        progress: called now and then with the payload bytes that are written, and all there are.
+        n_processes: of this machine, which share the work, threads and memory. Their start imports the caller's main
+            module, which must not run again when imported.
+        **options: all others of ``ckpt_tool.plan_reshard``, by the same names.
+
+    Returns:
+        What was written, dropped and noted; ``nbytes`` counts the target's files, headers included.
+
+    Raises:
+        LayoutError: names that no rule covers, or a mesh that does not fit.
+        CkptError: see ``ckpt_tool.plan_reshard``.
+        TargetExists: something is at the target, and neither ``overwrite`` nor ``resume`` was given.
+        StorageError: no space, or the storage failed; ``resume=True`` goes on.
     """
     if n_processes > 1:
         from ckpt_tool.api.convert.processes import processes  # 5 ms of start-up that few runs need
