@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of
 from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+
+if TYPE_CHECKING:
+    from ckpt_tool.formats._content import Content
 
 __all__ = ["stand_ins", "with_stand_ins"]
 
@@ -29,7 +32,7 @@ def with_stand_ins(findings: Iterable[Finding], source: Source) -> Iterator[Find
             yield finding
             continue
         n_looked_at += 1
-        content = content_of(source.head(path, HEAD_NBYTES))
+        content = _content(path, source)
         if content is None or not content.is_stand_in:
             yield finding
         else:
@@ -45,9 +48,15 @@ def stand_ins(manifest: Manifest, source: Source) -> Iterator[Finding]:
     sizes = source.listing.sizes
     whole = [b.where.path for b in manifest.blobs if b.where and b.where.length == sizes.get(b.where.path, 0) > 0]
     for path in whole[: _MAX_FAR if source.store.cost.read_ahead_bytes else _MAX_NEAR]:
-        content = content_of(source.head(path, HEAD_NBYTES))
+        content = _content(path, source)
         if content is not None and content.is_stand_in:
             yield Finding("unreadable-file", Severity.ERROR, _said(path, content), where=FileRange(path, 0, 0))
+
+
+def _content(path: str, source: Source) -> Content | None:
+    from ckpt_tool.formats._content import HEAD_NBYTES, content_of  # a sound checkpoint is checked without it
+
+    return content_of(source.head(path, HEAD_NBYTES))
 
 
 def _said(path: str, content: Content) -> str:
