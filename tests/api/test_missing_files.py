@@ -56,6 +56,17 @@ def test_weights_beside_a_lost_part_of_the_optimizer(name: str, tmp_path: Path) 
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("name", LOST)
+def test_a_diff_of_what_is_in_other_files(name: str, tmp_path: Path) -> None:
+    """A comparison is refused where a missing file may hold some of it, and only there."""
+    whole, copy = lacking(name, tmp_path)
+    with open_checkpoint(copy) as found:
+        kept = [fqn for fqn in found if found.manifest.tensor(fqn).section == "model"]
+    assert ckpt_tool.diff(whole, copy, include=kept, section="model").is_same
+    with pytest.raises(CoverageError, match=LOST[name]):
+        ckpt_tool.diff(whole, copy)
+
+
 def test_masters_are_in_the_optimizer(tmp_path: Path) -> None:
     """An export of them needs every partition."""
     _, copy = lacking("deepspeed/ds_z1_bf16opt", tmp_path)

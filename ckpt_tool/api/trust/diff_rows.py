@@ -7,9 +7,10 @@ from typing import Any
 
 from ckpt_tool.api.trust.pairing import is_noise
 from ckpt_tool.errors import CoverageError, NotFound
+from ckpt_tool.manifest.missing import needed_files
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import select
-from ckpt_tool.sizes import counted, shell_word
+from ckpt_tool.sizes import counted, shell_word, some_of
 
 __all__ = ["DiffRows", "select_rows"]
 
@@ -18,15 +19,7 @@ class DiffRows:
     """The tensors of one side that take part."""
 
     def __init__(self, manifest: Manifest, url: str, *, everything: bool) -> None:
-        missing = manifest.info.get("missing_files") or ()
-        if missing:
-            raise CoverageError(
-                f"{counted(len(missing), 'file', 'are')} missing, and which tensors they held is not known: "
-                f"{missing[0]}",
-                where=url,
-                hint=f'fetch them; "ckpt verify {shell_word(url)}" lists all',
-            )
-        self.manifest = manifest
+        self.manifest, self.url = manifest, url
         fqns = self.manifest.tensors.fqns
         kept = [row for row, fqn in enumerate(fqns) if everything or not is_noise(fqn)]
         self.n_noise = len(fqns) - len(kept)
@@ -43,7 +36,21 @@ class DiffRows:
 def select_rows(
     sides: Sequence[DiffRows], *, include: Sequence[str], exclude: Sequence[str], section: str | None
 ) -> None:
-    """Narrow both sides to what was asked for; a pattern must fit something on one of them."""
+    """Narrow both sides to what was asked for; a pattern must fit something on one of them.
+
+    Raises:
+        CoverageError: a side lacks files that may hold some of it.
+    """
+    for side in sides:
+        sections = None if section is None else (section,)
+        missing = needed_files(side.manifest, include=include, exclude=exclude, sections=sections)
+        if missing:
+            raise CoverageError(
+                f"{counted(len(missing), 'file', 'are')} missing that may hold what is compared: "
+                f"{some_of(list(missing))}",
+                where=side.url,
+                hint=f'fetch them; "ckpt verify {shell_word(side.url)}" lists all',
+            )
     if not (include or exclude or section):
         return
     for side in sides:
