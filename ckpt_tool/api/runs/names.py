@@ -33,8 +33,10 @@ _STEP = re.compile(
     r"(?:^|[^a-z])(?:global_?steps?|steps?|iter(?:ation)?s?|updates?|ba)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE
 )
 _CHECKPOINT = re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt)(?:_\d{1,9}(?=_\d))?[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
-# Composer's `ep1-ba100`; behind other words `ep` is a degree of expert parallelism.
-_EPOCH = re.compile(r"(?:^ep|(?:^|[^a-z])epochs?)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE)
+# Composer's `ep1-ba100`, `checkpoint_ep3`; behind other words `ep` is a degree of expert parallelism.
+_EPOCH = re.compile(
+    r"(?:(?:^|(?:checkpoint|ckpt|model)[-_.])ep|(?:^|[^a-z])epochs?)[-_=]?(\d{1,15})(?!\d)", re.IGNORECASE
+)
 _PLAIN = re.compile(r"\d{1,15}")
 _UNNUMBERED = re.compile(
     r"(?:(?:checkpoint|ckpt|global_?step|step|iter|epoch)s?[-_=]?)?(?:release|last|final|best)", re.IGNORECASE
