@@ -198,15 +198,18 @@ class _LocalFile:
                 )
             if self._durable:
                 os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)  # network file systems may tell only now what was lost
         except OSError as error:
             raise _failure(error, self._where, self._nbytes) from error
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 def _failure(error: OSError, where: str, nbytes: int) -> StorageError:

@@ -230,11 +230,17 @@ class LocalStore:
         return os.readlink(full)
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
-        try:
-            with os.scandir(os.path.join(self._root, folder)) as entries:
-                return list(entries)
-        except OSError as error:
-            raise _failure(error, join_url(self.url, folder)) from error
+        found: list[os.DirEntry[str]] = []
+        for pause_s in _TRIES:
+            try:
+                with os.scandir(os.path.join(self._root, folder)) as entries:
+                    found = list(entries)
+                break
+            except OSError as error:
+                if pause_s is None or error.errno not in _PASSING:
+                    raise _failure(error, join_url(self.url, folder)) from error
+                time.sleep(pause_s)
+        return found
 
 
 class _SameFile:

@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ckpt_tool.errors import CkptError, StorageError, TargetExists, UsageError
 from ckpt_tool.storage.fetch import fetch_all
@@ -250,7 +251,8 @@ class LocalTarget:
 
     def abandon(self, *, discard: bool = False) -> None:
         """Close all files; the partial folder stays for ``resume`` unless ``discard``."""
-        self._handles.close()
+        with suppress(OSError):  # what a file system tells of lost writes only now was not to be kept anyway
+            self._handles.close()
         if discard and os.path.isdir(self.root):
             self._remove_partial()
         self._unlock()
@@ -345,7 +347,8 @@ class LocalTarget:
 
     def _unlock(self) -> None:
         if self._marker_fd >= 0:
-            os.close(self._marker_fd)
+            with suppress(OSError):  # the marker has said what it had to
+                os.close(self._marker_fd)
             self._marker_fd = -1
 
     def _remove_partial(self) -> None:

@@ -1,7 +1,8 @@
 """``python fuse_fs.py ROOT MOUNT CONTROL``: a file system that shows ROOT at MOUNT and fails as CONTROL says.
 
 CONTROL is a JSON file that is read again when it changes: ``estale`` (every call), ``eio_read_every`` and
-``eio_write_every`` (a number of calls), ``eio_fsync``, ``enospc_after`` (bytes). Needs mfusepy and libfuse.
+``eio_write_every`` (a number of calls), ``eio_fsync``, ``eio_close``, ``enospc_after`` (bytes). Needs mfusepy and
+libfuse.
 """
 
 # ruff: noqa: D102 - the calls of a file system
@@ -90,6 +91,8 @@ class Failing(mfusepy.Operations):  # type: ignore[misc]
         return 0
 
     def flush(self, path: str, fh: int) -> int:
+        if self._now().get("eio_close"):
+            raise mfusepy.FuseOSError(errno.EIO)
         return 0
 
     def release(self, path: str, fh: int) -> int:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,17 +18,21 @@ from ckpt_tool.cli.app import main
 from ckpt_tool.errors import StorageError
 from ckpt_tool.storage.local import store as local
 from ckpt_tool.storage.local.store import LocalStore
+from ckpt_tool.storage.shared_target import open_shared
+from ckpt_tool.storage.target import open_target
 from tests.storage.checkpoints import make_dcp
 
 RESHARD = ["--tp", "2", "--default", "shard0"]
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
     """One file, and no patience."""
     (tmp_path / "x").write_bytes(bytes(range(100)))
     monkeypatch.setattr(local, "_TRIES", (0.0, 0.0, None))
-    return LocalStore(str(tmp_path))
+    store = LocalStore(str(tmp_path))
+    yield store
+    store.close()
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]:
@@ -62,6 +67,51 @@ def test_lasting_failure(store: LocalStore, monkeypatch: pytest.MonkeyPatch, cod
     with pytest.raises(StorageError, match=r"x: cannot be read"):
         store.read_into("x", 20, memoryview(bytearray(10)))
     assert len(seen) == n
+
+
+@pytest.mark.parametrize(("code", "n"), [(errno.ESTALE, 3), (errno.EACCES, 1)])
+def test_folders_that_fail(
+    tmp_path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch, code: int, n: int
+) -> None:
+    """They are listed as files are read: again where that may help."""
+    real, seen = os.scandir, list[str]()
+
+    def scandir(path: str) -> Any:
+        seen.append(path)
+        if len(seen) <= n_failures:
+            raise OSError(code, os.strerror(code))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    n_failures = n - 1
+    assert store.listing().sizes == {"x": 100}
+    seen.clear()
+    n_failures = 99
+    with pytest.raises(StorageError, match="cannot be read"):
+        LocalStore(str(tmp_path)).listing()
+    assert len(seen) == n
+
+
+def test_close_tells_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may say at the end of a file alone that there was no room for it."""
+    real = os.close
+
+    def close(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    shared = open_shared(str(tmp_path / "out"), "00000001", overwrite=False, durable=False)
+    finished, given_up = shared.create("a", 1), shared.create("b", 1)
+    finished.write([memoryview(b"1")])
+    target = open_target(str(tmp_path / "other"), overwrite=False, resume=False, durable=False, single_file=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        with pytest.raises(StorageError, match="a: no room"):
+            finished.finish()
+        given_up.abandon()
+        target.abandon()
+    shared.discard()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -108,7 +158,9 @@ def test_failing_reads(failing_disk: tuple[Path, Callable[..., None]], tmp_path:
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize("settings", [{"eio_write_every": 5}, {"eio_fsync": 1}, {"enospc_after": 300_000}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"eio_write_every": 5}, {"eio_fsync": 1}, {"eio_close": 1}, {"enospc_after": 300_000}], ids=str
+)
 def test_failing_writes(
     failing_disk: tuple[Path, Callable[..., None]], tmp_path: Path, settings: dict[str, int]
 ) -> None:
