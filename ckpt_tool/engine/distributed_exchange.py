@@ -165,7 +165,7 @@ class _Runner:
             for tile in tiles[self._schedule.reader[tiles] == group.rank].tolist():
                 if self.failure is None:
                     self._filler.fill(tile)
-        except Exception as error:  # noqa: BLE001 - raised on every rank once all have left the rounds
+        except BaseException as error:  # noqa: BLE001 - raised on every rank once all have left the rounds
             self.failure = error
         is_marked = self.failure is not None  # once: a failure that comes now is told by the next mark
         mark = np.frombuffer(int(is_marked).to_bytes(_MARK_BYTES, "little"), dtype=np.uint8)
@@ -205,7 +205,7 @@ class _Runner:
             return False
         try:
             self._place(received, rows.tolist(), offsets.tolist())
-        except Exception as error:  # noqa: BLE001 - marked in the next round, raised on every rank
+        except BaseException as error:  # noqa: BLE001 - marked in the next round, raised on every rank
             self.failure = error
         return False
 

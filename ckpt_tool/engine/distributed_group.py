@@ -136,7 +136,7 @@ class Group:
         if self.rank == 0:
             try:
                 data = make()
-            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            except BaseException as error:  # noqa: BLE001 - raised below, on every rank
                 failure = error
                 data = _described(error).encode()
         head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")  # whatever the default device is
@@ -179,6 +179,8 @@ class Group:
 
     def _raise_first(self, failure: BaseException | None) -> None:
         texts = self.gather_texts("" if failure is None else _described(failure))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # an interruption is for who was interrupted; to the others it is an error
         failed = [rank for rank, text in enumerate(texts) if text]
         raise _rebuilt(texts[failed[0]], failed[0], self.size, len(failed) - 1) from failure
 

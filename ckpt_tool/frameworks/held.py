@@ -210,7 +210,7 @@ def _flatten(value: Any, flat: _Flat) -> Any:
         return 2
     if type(value) not in _ATOMS and megatron.is_factory(value):
         return ("built", _flatten(value.build(), flat))
-    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+    if _is_stateful(value):
         return ("", _flatten(value.state_dict(), flat))
     flat.leaves.append(value)
     return 0
@@ -230,7 +230,7 @@ def _name(keys: tuple[Any, ...], value: Any, flat: _Flat) -> None:
         return
     elif type(value) not in _ATOMS and megatron.is_factory(value):
         _name(keys, value.build(), flat)
-    elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+    elif _is_stateful(value):
         _name(keys, value.state_dict(), flat)
     else:
         flat.keys.append(keys)
@@ -266,6 +266,11 @@ def _check_names(state: Any, paths: list[KeyPath]) -> None:
         seen.add(name)
 
 
+def _is_stateful(value: object) -> bool:
+    """Whether ``value`` hands out its state."""
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+
+
 def _has_structure(values: list[Any]) -> bool:
     return any(
         type(each) not in _ATOMS
@@ -273,6 +278,7 @@ def _has_structure(values: list[Any]) -> bool:
             isinstance(each, (torch.Tensor, Mapping))
             or (isinstance(each, list) and _has_structure(each))
             or megatron.is_wrapper(each)
+            or _is_stateful(each)
         )
         for each in values
     )

@@ -100,4 +100,19 @@ def memory_of(view: torch.Tensor, where: str) -> HostMemory | TensorMemory:
     if any(not stride and size > 1 for stride, size in zip(view.stride(), view.shape, strict=True)):
         hint = "clone() gives one that can"
         raise Unsupported("an expanded view, whose elements share memory, cannot be filled", where=where, hint=hint)
+    if not _are_apart(view):
+        hint = "clone() gives one that can"
+        raise Unsupported("a view whose elements overlap in memory cannot be filled", where=where, hint=hint)
     return HostMemory(view) if view.device.type == "cpu" else TensorMemory(view)
+
+
+def _are_apart(view: torch.Tensor) -> bool:
+    """Whether each step of a dimension leads beyond all that the steps shorter than it reach."""
+    if view.is_contiguous():
+        return True
+    reach = 0
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True

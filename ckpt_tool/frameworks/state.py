@@ -14,10 +14,11 @@ from ckpt_tool.errors import UsageError
 from ckpt_tool.frameworks import megatron
 from ckpt_tool.frameworks.boxes import Leaf, megatron_leaf, tensor_leaf
 from ckpt_tool.frameworks.dtensor import Known
+from ckpt_tool.frameworks.optimizers import make_state
 from ckpt_tool.manifest.model import KeyPath
 from ckpt_tool.records import dataclass, field
 
-__all__ = ["LiveState", "Slot", "walk_state"]
+__all__ = ["LiveState", "MadeEntry", "Slot", "walk_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,17 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeEntry:
+    """What an optimizer had not for one of its parameters until it was asked for its state."""
+
+    path: KeyPath
+    """Of the optimizer's whole state, and the parameter's key in it."""
+    leaves: range
+    drop: Callable[[], object]
+    """Leaves it out of what the optimizer is given back."""
+
+
+@dataclass(frozen=True, slots=True)
 class LiveState:
     """What a state holds."""
 
@@ -45,6 +57,9 @@ class LiveState:
     """To be called once everything is filled: gives stateful objects back what they handed out."""
     in_tuples: frozenset[KeyPath] = frozenset()
     """Paths of leaves that lie in tuples, which DCP saves as one object."""
+    made: tuple[MadeEntry, ...] = ()
+    undo: tuple[Callable[[], None], ...] = ()
+    """To be called where nothing comes of the load: takes from optimizers the states that they had to make."""
 
 
 @dataclass(slots=True)
@@ -56,6 +71,8 @@ class _Walk:
     sharded: dict[str, list[Any]] = field(default_factory=dict)
     """Megatron's wrappers of each key."""
     in_tuples: set[KeyPath] = field(default_factory=set)
+    made: list[MadeEntry] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
     def visit(self, path: KeyPath, value: Any, set_value: Callable[[Any], None]) -> None:
         if type(value) is dict and value:  # what most containers are, told without asking what else it could be
@@ -68,9 +85,13 @@ class _Walk:
             self.visit(path, value.state_dict(), set_value)
         elif megatron.is_wrapper(value):
             self._visit_megatron(path, value, set_value)
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            held = value.state_dict()
+        elif _is_stateful(value):
+            is_made = make_state(value)
+            held, n_before = value.state_dict(), len(self.leaves)
             self.visit(path, held, set_value)
+            if is_made:
+                self.undo.append(value.state.clear)
+                self._note_made((*path, "state"), held["state"], range(n_before, len(self.leaves)))
             self.finish.append(lambda: value.load_state_dict(held))
         elif isinstance(value, MutableMapping) and value:
             self._visit_items(path, value)
@@ -85,6 +106,16 @@ class _Walk:
     def _visit_items(self, path: KeyPath, items: MutableMapping[Any, Any]) -> None:
         for key in list(items):
             self.visit((*path, key), items[key], lambda new, key=key: items.__setitem__(key, new))  # type: ignore[misc]
+
+    def _note_made(self, path: KeyPath, states: MutableMapping[Any, Any], leaves: range) -> None:
+        by_key: dict[Any, list[int]] = {}
+        for number in leaves:
+            inner = self.leaves[number].path
+            if inner[: len(path)] == path and len(inner) > len(path):
+                by_key.setdefault(inner[len(path)], []).append(number)
+        for key, numbers in by_key.items():
+            numbered = range(numbers[0], numbers[-1] + 1)
+            self.made.append(MadeEntry((*path, key), numbered, lambda key=key: states.pop(key, None)))  # type: ignore[misc]
 
     def _visit_tuple(self, path: KeyPath, value: tuple[Any, ...], set_value: Callable[[Any], None]) -> None:
         """One that has other values now is replaced by one with these; its tensors are filled where they are."""
@@ -121,7 +152,7 @@ def walk_state(state: Any) -> LiveState:
 
     Lists without tensors or dicts in them (``betas``, lists of numbers) are one value. A module stands for its state
     dict, any other object with ``state_dict`` and ``load_state_dict`` for what it hands out. Megatron's wrappers are
-    replaced by what they wrap, when ``finish`` is called.
+    replaced by what they wrap, when ``finish`` is called. An optimizer that has taken no step makes its state.
 
     Raises:
         UsageError: the state is no dict, list, module or stateful object, or two of its tensors have one name.
@@ -144,13 +175,26 @@ def walk_state(state: Any) -> LiveState:
         if leaf.fqn in seen:
             raise UsageError("two tensors of the state have this name", where=leaf.fqn)
         seen.add(leaf.fqn)
-    return LiveState(tuple(walk.leaves), tuple(walk.slots), tuple(walk.finish), frozenset(walk.in_tuples))
+    return LiveState(
+        tuple(walk.leaves),
+        tuple(walk.slots),
+        tuple(walk.finish),
+        frozenset(walk.in_tuples),
+        tuple(walk.made),
+        tuple(walk.undo),
+    )
+
+
+def _is_stateful(value: object) -> bool:
+    """Whether ``value`` hands out its state, and takes it."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _has_structure(values: Any) -> bool:
     return any(
         isinstance(each, (torch.Tensor, MutableMapping))
         or megatron.is_wrapper(each)
+        or _is_stateful(each)
         or (isinstance(each, (MutableSequence, tuple)) and _has_structure(each))
         for each in values
     )

@@ -65,6 +65,9 @@ def test_views_that_cannot_be_filled() -> None:
     with pytest.raises(Unsupported, match="w: an expanded view, whose elements share memory"):
         memory_of(torch.zeros(3).expand(2, 3), "w")
     assert memory_of(torch.zeros(3).expand(1, 3), "w").array is not None
+    with pytest.raises(Unsupported, match="w: a view whose elements overlap in memory"):
+        memory_of(torch.zeros(5).as_strided((3, 3), (1, 1)), "w")
+    assert memory_of(torch.zeros(30).as_strided((3, 2, 2), (2, 13, 6)), "w").array is not None
     with pytest.raises(Unsupported, match="w: a negated tensor"):
         walk_state({"w": wave.conj().imag})
 

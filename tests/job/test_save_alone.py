@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,28 @@ def test_changes_after_the_call(saver: Saver, tmp_path: Path) -> None:
         state["w"].zero_()
         handle.wait()
         assert loaded(tmp_path / "s", state)["w"].sum() == 2_000_000
+
+
+def test_saves_from_several_threads(saver: Saver, tmp_path: Path) -> None:
+    """Each is what its thread saved, and each thread hears how its own ended."""
+
+    def work(number: int) -> int:
+        return int(save(saver, {"w": torch.full((1000,), float(number))}, tmp_path / str(number)).wait(30).nbytes)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert min(pool.map(work, range(12))) > 4000
+    like = {"w": torch.zeros(1000)}
+    assert [int(loaded(tmp_path / str(number), like)["w"][0]) for number in range(12)] == list(range(12))
+
+
+def test_a_thread_that_waits_keeps_nobody(saver: Saver, tmp_path: Path) -> None:
+    """While one waits for a save another begins the next one, and both may ask for one handle."""
+    handle = save(saver, {"w": torch.ones(4_000_000)}, tmp_path / "a")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(handle.wait, 60) for _ in range(2)]
+        others = [save(saver, {"w": torch.ones(4_000_000)}, tmp_path / str(number)) for number in range(3)]
+        assert len({each.result() for each in waiting}) == 1
+    assert [other.wait(60).payload_nbytes for other in others] == [16_000_000] * 3
 
 
 def test_the_structure_may_change(saver: Saver, tmp_path: Path) -> None:

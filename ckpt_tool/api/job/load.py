@@ -21,6 +21,7 @@ from ckpt_tool.api.job.load_exchange import Choice, Exchange, choose_exchange
 from ckpt_tool.api.job.load_manifest import SharedManifest
 from ckpt_tool.api.job.load_match import NameMap, Problem, SavedValues, misfit, unexpected_tensors
 from ckpt_tool.api.job.load_move import Moved, Moves, plan_moves, run_moves
+from ckpt_tool.api.job.load_settle import absent_entries
 from ckpt_tool.api.job.load_target import (
     Memories,
     Target,
@@ -202,18 +203,24 @@ class _Loading:
             begun = time.perf_counter()
             moved = self._move(known, live, hosts)
             n_values, missing = self._set_values(known, live) if heard[:, :2].any() else (0, [])
+        except BaseException:
+            for undo in () if live is None else live.undo:
+                undo()
+            raise
         finally:
             shared.close()
             if self._store is not None:
                 self._store.close()
         target = known.target
         missing += [problem.fqn for problem in target.match.problems if problem.kind == "missing"]
+        without_place = [each.fqn for each in target.match.problems if each.kind == "unexpected"]
+        unexpected = tuple(dict.fromkeys([*known.unexpected, *without_place]))
         return LoadReport(
             exchange=known.choice.exchange, why=known.choice.why, n_tensors=sum(row >= 0 for row in target.match.rows),
             n_values=n_values, filled_nbytes=target.filled_nbytes, read_nbytes=moved.read,
             probe_nbytes=0 if is_replayed else known.choice.probe_nbytes, sent_nbytes=moved.sent,
             received_nbytes=moved.received, max_buffer_nbytes=moved.buffers, missing=tuple(missing),
-            unexpected=known.unexpected, renamed=target.match.renamed, seconds=time.perf_counter() - started,
+            unexpected=unexpected, renamed=target.match.renamed, seconds=time.perf_counter() - started,
             plan_seconds=begun - started, is_replayed=is_replayed,
         )  # fmt: skip
 
@@ -343,6 +350,8 @@ class _Loading:
             wrong = [each for each in problems if self._options.strict or each.kind != "missing"]
             if wrong:
                 raise misfit(self._url, wrong, ())
+            for number in absent_entries(live, known.target.match):
+                live.made[number].drop()
             for finish in live.finish:
                 finish()
 
@@ -375,5 +384,5 @@ def _attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """``(what make returns, None)``, or ``(None, its failure)``, to be raised on every rank."""
     try:
         return make(), None
-    except Exception as error:  # noqa: BLE001 - raised by Group.agree
+    except BaseException as error:  # noqa: BLE001 - raised by Group.agree; the others would wait for who is interrupted
         return None, error

@@ -205,7 +205,7 @@ class SharedManifest:
             try:
                 self._make(make)
                 self.offer()
-            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            except BaseException as error:  # noqa: BLE001 - raised below, on every rank
                 failure = error
         row = NO_OFFER if failure is not None or self._offer is None else self._offer.row
         self._hear(self._group.gather_row(row, failure))

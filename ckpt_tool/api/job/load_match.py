@@ -23,6 +23,7 @@ __all__ = [
     "SavedValues",
     "match_tensors",
     "misfit",
+    "neutral_path",
     "unexpected_tensors",
 ]
 
@@ -128,9 +129,9 @@ class _OtherNames:
     @cached_property
     def _rows(self) -> list[int]:
         """By expected tensor, the row of the same module name where only one tensor of each side has it."""
-        known = [_neutral(path) for path in self._paths]
+        known = [neutral_path(path) for path in self._paths]
         saved = module_names([path for path, _ in known])
-        wanted = module_names([_neutral(each.path)[0] for each in self._expected])
+        wanted = module_names([neutral_path(each.path)[0] for each in self._expected])
         rows: dict[str, list[tuple[bool, int, int]]] = {}
         for row, (name, (_, owner)) in enumerate(zip(saved, known, strict=True)):
             rows.setdefault(name, []).append((owner != self._rank, -1 if owner is None else owner, row))
@@ -148,10 +149,10 @@ _EXTRA_STATE = "extra_state"
 _OWNER = re.compile(r"@rank(\d{1,9})$")
 
 
-def _neutral(path: KeyPath) -> tuple[KeyPath, int | None]:
+def neutral_path(path: KeyPath) -> tuple[KeyPath, int | None]:
     """A path with one word for the optimizer and without the one for extra state, and the rank that it is named for.
 
-    >>> _neutral(("optim", "state", "w")), _neutral(("extra_state", "rng@rank3"))
+    >>> neutral_path(("optim", "state", "w")), neutral_path(("extra_state", "rng@rank3"))
     ((('optimizer', 'state', 'w'), None), (('rng',), 3))
     """
     if len(path) < 2:
@@ -188,7 +189,7 @@ def unexpected_tensors(manifest: Manifest, used: set[int]) -> list[Problem]:
     return [
         Problem("unexpected", tensors.fqns[row], "not in the state")
         for row, part in enumerate(parts)
-        if row not in used and part in wanted and _neutral(paths[row])[1] is None
+        if row not in used and part in wanted and neutral_path(paths[row])[1] is None
     ]
 
 
@@ -206,7 +207,7 @@ class SavedValues:
                 continue
             self._by_fqn[blob.fqn] = blob
             path = blob.path or (blob.fqn,)
-            for name, known in ((_dotted(path), self._by_name), (_dotted(_neutral(path)[0]), self._by_neutral)):
+            for name, known in ((_dotted(path), self._by_name), (_dotted(neutral_path(path)[0]), self._by_neutral)):
                 if name not in known or blob.rank == rank:
                     known[name] = blob
 
@@ -230,7 +231,7 @@ class SavedValues:
         Of objects that every rank saved for itself this rank's is taken, and where there is none the first.
         """
         for known, named in (
-            (self._by_name, path), (self._by_fqn, path), (self._by_neutral, _neutral(path)[0])
+            (self._by_name, path), (self._by_fqn, path), (self._by_neutral, neutral_path(path)[0])
         ):  # fmt: skip
             keys = [str(key) for key in named]
             for depth in range(len(keys), 0, -1):

@@ -184,5 +184,5 @@ def _attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """``(what make returns, None)``, or ``(None, its failure)``, to be raised on every rank."""
     try:
         return make(), None
-    except Exception as error:  # noqa: BLE001 - raised by Group.agree
+    except BaseException as error:  # noqa: BLE001 - raised by Group.agree; the others would wait for who is interrupted
         return None, error

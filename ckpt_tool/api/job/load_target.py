@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, SavedValues, match_tensors
+from ckpt_tool.api.job.load_settle import settled, tied_leaves
 from ckpt_tool.engine.landing import Landing, Memory, box_rows
 from ckpt_tool.errors import Unsupported
 from ckpt_tool.geometry.box import Box, intersect
@@ -42,7 +43,7 @@ class Target:
 
     def problems(self, *, strict: bool) -> list[Problem]:
         """What does not fit on this rank."""
-        return [problem for problem in self.match.problems if strict or problem.kind != "missing"]
+        return [each for each in self.match.problems if strict or each.kind not in {"missing", "unexpected"}]
 
     def landings(self, live: LiveState, memories: Memories | None = None) -> dict[int, Landing]:
         """The memory of ``live`` that ``places`` are, by position; ``live`` must have the structure of this target.
@@ -97,19 +98,16 @@ def state_key(live: LiveState) -> StateKey:
         )
         for leaf in live.leaves
     ]  # fmt: skip
-    return (tuple(leaves), tuple(slot.path for slot in live.slots))
+    empty = tuple(isinstance(slot.value, Mapping) and not slot.value for slot in live.slots)
+    made = tuple(entry.path for entry in live.made)
+    return (tuple(leaves), tuple(slot.path for slot in live.slots), empty, made, tuple(tied_leaves(live).items()))
 
 
 def matched(live: LiveState, manifest: Manifest, names: NameMap | None, *, cast: bool, rank: int) -> Match:
     """The checkpoint's row of each tensor of the state, on one rank."""
     expected = [Expected(leaf.path, leaf.fqn, leaf.shape, leaf.dtype, leaf.may_differ) for leaf in live.leaves]
     match = match_tensors(manifest, expected, names=names, cast=cast, rank=rank)
-    if not live.in_tuples:
-        return match
-    saved = SavedValues(manifest.blobs, rank, lambda _: None)
-    in_objects = {".".join(map(str, path)) for path in live.in_tuples if saved.has_above(path)}
-    left = tuple(each for each in match.problems if each.kind != "missing" or each.fqn not in in_objects)
-    return replace(match, problems=left)
+    return settled(live, manifest, match, rank)
 
 
 def fill_from_objects(live: LiveState, match: Match, saved: SavedValues, *, cast: bool) -> list[Problem]:

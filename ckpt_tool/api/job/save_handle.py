@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
@@ -56,6 +57,7 @@ class SaveHandle:
         self._step = step
         self._staged = staged
         self._timeout_s = timeout_s
+        self._settling = threading.Lock()
         self._result: SaveResult | None = None
         self._error: CkptError | None = None
         self.operations: list[Operation] = []
@@ -92,9 +94,14 @@ class SaveHandle:
             StorageError: it has not ended in time.
         """
         self.is_looked_at = True
-        if not self._is_over():
-            self._staged.result()
-            self._settle(self._timeout_s + _GRACE_S if timeout_s is None else timeout_s, hurry=True)
+        limit = self._timeout_s + _GRACE_S if timeout_s is None else timeout_s
+        if self._settling.acquire(timeout=limit):  # the end is told once, to whichever thread asks first
+            try:
+                if not self._is_over():
+                    self._staged.result()
+                    self._settle(limit, hurry=True)
+            finally:
+                self._settling.release()
         if self._error is not None:
             raise self._error
         if self._result is None:
@@ -108,8 +115,12 @@ class SaveHandle:
 
     def settle(self) -> CkptError | None:
         """Take up an end that is known; the error that nobody has been told of."""
-        if not self._is_over() and self.done():
-            self._settle(0.0, hurry=False)
+        if self._settling.acquire(blocking=False):
+            try:
+                if not self._is_over() and self.done():
+                    self._settle(0.0, hurry=False)
+            finally:
+                self._settling.release()
         return None if self.is_looked_at else self._error
 
     def _is_over(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ class Saver:
         self._handles: list[SaveHandle] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         self._is_closed = False
+        self._calling = threading.Lock()
         _LIVING.add(self)
 
     def save(  # noqa: PLR0913 - the options of a command
@@ -85,6 +87,33 @@ class Saver:
             raise UsageError("this saver was closed")
         place = os.fspath(url)
         place = os.path.abspath(local_path(place)) if is_local(place) else place
+        with self._calling:
+            handle = self._started(
+                state, place, async_=async_, format=format, extra_state=extra_state, on_resize=on_resize, step=step,
+                overwrite=overwrite, durable=durable, digests=digests, overlap_staging=overlap_staging,
+                timeout_s=timeout_s,
+            )  # fmt: skip
+        if not async_:
+            handle.wait()
+        return handle
+
+    def _started(  # noqa: PLR0913 - the options of a command
+        self,
+        state: Any,
+        place: str,
+        *,
+        async_: bool,
+        format: str,
+        extra_state: Mapping[str, Any] | None,
+        on_resize: OnResize,
+        step: int | None,
+        overwrite: bool,
+        durable: bool,
+        digests: bool | None,
+        overlap_staging: bool,
+        timeout_s: float,
+    ) -> SaveHandle:
+        """A save that is staged, or about to be; one at a time."""
         self._tell_of_failures()
         self._join(timeout_s)
         number, self._number = self._number, self._number + 1
@@ -117,8 +146,6 @@ class Saver:
         else:
             self._stage(stager, held.views, ready, clock, staged)
             handle.wait_staged()
-        if not async_:
-            handle.wait()
         return handle
 
     def verdict(self, number: int, timeout_s: float, *, hurry: bool) -> dict[str, Any] | None:
@@ -290,6 +317,7 @@ class _Clock:
 
 _LIVING: WeakSet[Saver] = WeakSet()
 _SAVERS: dict[int, Saver] = {}
+_MAKING = threading.Lock()
 
 
 def saver_of(process_group: Any) -> Saver:
@@ -297,12 +325,13 @@ def saver_of(process_group: Any) -> Saver:
     from ckpt_tool.engine.save.joining import current_group
 
     group = current_group(process_group)
-    saver = _SAVERS.get(id(group))
-    if saver is None:
-        if not _SAVERS:
-            atexit.register(_close_all)
-        saver = _SAVERS[id(group)] = Saver(group)
-    return saver
+    with _MAKING:
+        saver = _SAVERS.get(id(group))
+        if saver is None:
+            if not _SAVERS:
+                atexit.register(_close_all)
+            saver = _SAVERS[id(group)] = Saver(group)
+        return saver
 
 
 def _close_all() -> None:
@@ -316,6 +345,8 @@ def _abandon_all() -> None:
     for saver in list(_LIVING):
         saver.abandon()
     _SAVERS.clear()
+    global _MAKING  # noqa: PLW0603 - another thread may have held it
+    _MAKING = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -25,6 +25,7 @@ from ckpt_tool.errors import StorageError
 __all__ = ["WriterClient"]
 
 _PACKAGE = __name__.partition(".")[0]
+_LOOK_S = 0.05  # between two looks whether another thread has taken up what one waits for
 
 
 class WriterClient:
@@ -115,25 +116,30 @@ class WriterClient:
         self._connection.close()
 
     def _await(self, found: Any, timeout_s: float) -> Any:
+        """What ``found`` gives once it is not None; None when that takes too long. Others may look meanwhile."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._receiving:
                 result = found()
-                if result is not None:
-                    return result
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                if self._is_readable(min(left, 0.5)) and not self._take_some():
-                    return found()
+                while result is None and self._is_readable(0.0):
+                    is_open = self._take_some()
+                    result = found()
+                    if not is_open:
+                        return result
+            left = deadline - time.monotonic()
+            if result is not None or left <= 0 or self._connection.fileno() < 0:
+                return result
+            self._is_readable(min(left, _LOOK_S))
 
     def _is_readable(self, timeout_s: float) -> bool:
         import select
 
         if self._connection.fileno() < 0:
             return False
-        readable, _, _ = select.select([self._connection.fileno()], [], [], timeout_s)
-        return bool(readable)
+        with suppress(OSError, ValueError):  # closed by another thread since a moment ago
+            readable, _, _ = select.select([self._connection.fileno()], [], [], timeout_s)
+            return bool(readable)
+        return False
 
     def _take_some(self) -> bool:
         """Take up one read; False at the end, when all that was awaited has failed."""
