@@ -29,7 +29,7 @@ def saver() -> Iterator[Saver]:
     made.close()
 
 
-class Tied(nn.Module):
+class Tied(nn.Module):  # type: ignore[misc]
     """An embedding whose weight is the head's as well."""
 
     def __init__(self, seed: int) -> None:
