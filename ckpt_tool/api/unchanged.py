@@ -66,7 +66,7 @@ class ReadFiles:
         listing = self._checkpoint.source.listing
         files = self._checkpoint.manifest.files
         held = sorted({entry.path if entry.part is None else entry.part.path for entry in files})
-        states = {path: _state(listing, path) for path in held}
+        states = {path: _state(listing, path) for path in held if path in listing}  # without those that count as lost
         return {path: state for path, state in states.items() if state[1:] != (None, None)}
 
 
