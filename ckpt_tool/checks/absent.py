@@ -6,7 +6,7 @@ gathering them, of a whole model or of an adapter, holds nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.sizes import counted
 
-__all__ = ["absent_findings", "missing_file_findings"]
+__all__ = ["absent_findings", "missing_file_findings", "telling"]
 
 _LEAVES = ("weight", "bias")
 _SHOWN = 3
@@ -24,13 +24,23 @@ _SHOWN = 3
 def missing_file_findings(manifest: Manifest, told: Iterable[Finding]) -> Iterator[Finding]:
     """An error for each file that the reader found to be missing, but for those that ``told`` says already."""
     errors = [finding for finding in told if finding.severity is Severity.ERROR]
-    said = " ".join(finding.message for finding in errors)
-    named = {word.strip(",;:.'\"()") for word in said.split()}  # a file in the text takes a search of all of it
-    named |= {finding.where.path for finding in errors if finding.where is not None}
+    is_said = telling(finding.message for finding in errors)
+    named = {finding.where.path for finding in errors if finding.where is not None}
     for path in map(str, manifest.info.get("missing_files") or ()):
-        if path not in named and not (" " in path and path in said):
+        if path not in named and not is_said(path):
             message = f"{path} is missing or cannot be read: what it held is not here"
             yield Finding("missing-file", Severity.ERROR, message, where=FileRange(path, 0, 0))
+
+
+def telling(sentences: Iterable[str]) -> Callable[[str], bool]:
+    """Whether some of the sentences name a file; of many files and sentences each word is looked at once.
+
+    >>> telling(["a.pt, b.pt are missing"])("a.pt")
+    True
+    """
+    said = " ".join(sentences)
+    words = {word.strip(",;:.'\"()") for word in said.split()}
+    return lambda path: path in words or (" " in path and path in said)
 
 
 def absent_findings(manifest: Manifest) -> Iterator[Finding]:

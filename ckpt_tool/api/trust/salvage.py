@@ -19,6 +19,7 @@ from ckpt_tool.api.manifest_file import manifest_beside, write_text
 from ckpt_tool.api.trust.borrow import Borrowed, borrowed
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.api.workers import moving_workers
+from ckpt_tool.checks.absent import telling
 from ckpt_tool.checks.extents import measure
 from ckpt_tool.checks.headers import is_resolved, resolve_all, restricted
 from ckpt_tool.checks.tolerant import TolerantReading, read_tolerantly
@@ -278,9 +279,9 @@ def _of_missing_files(checkpoint: Checkpoint) -> Iterator[Lost]:
 
 def _untold(findings: Sequence[Finding], unknown: Sequence[str], lost: Sequence[Lost]) -> list[str]:
     """What the verification found to be missing or unreadable, and nothing says yet, as of files that hold objects."""
-    said, names = " ".join([*unknown, *(each.why for each in lost)]), {each.fqn for each in lost}
+    is_said, names = telling([*unknown, *(each.why for each in lost)]), {each.fqn for each in lost}
     absent = [f for f in findings if f.kind in _ABSENT and f.severity is Severity.ERROR and f.fqn not in names]
-    return [f.message for f in absent if f.where is not None and f.where.path not in said]
+    return [f.message for f in absent if f.where is not None and not is_said(f.where.path)]
 
 
 def _unlisted(manifest: Manifest) -> Sequence[str]:
