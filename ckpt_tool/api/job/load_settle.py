@@ -86,7 +86,8 @@ def _is_saved(manifest: Manifest, path: KeyPath) -> bool:
     """Whether the state of the optimizer at ``path``, or of one of another name, has tensors in the checkpoint."""
     if _below(manifest, path):
         return True
-    has_values = any(_begins(blob.path or (blob.fqn,), path[:-1]) for blob in manifest.blobs)
+    front = _front(path[:-1])
+    has_values = any(_spelled(blob.path or (blob.fqn,)).startswith(front) for blob in manifest.blobs)
     return not has_values and bool((manifest.tensors.section == SECTIONS.index("optimizer")).any())
 
 
@@ -99,13 +100,17 @@ def _without_place(live: LiveState, manifest: Manifest) -> list[Problem]:
 
 def _below(manifest: Manifest, path: KeyPath) -> list[str]:
     """Names of the tensors below ``path``."""
-    tensors = manifest.tensors
+    tensors, front = manifest.tensors, _front(path)
     paths = tensors.paths if tensors.paths is not None else [(fqn,) for fqn in tensors.fqns]
-    return [fqn for fqn, each in zip(tensors.fqns, paths, strict=True) if _begins(each, path)]
+    return [fqn for fqn, each in zip(tensors.fqns, paths, strict=True) if _spelled(each).startswith(front)]
 
 
-def _begins(path: KeyPath, start: KeyPath) -> bool:
-    """Whether ``path`` leads below ``start``, by whatever word for the optimizer and however it is cut into keys."""
+def _front(path: KeyPath) -> str:
+    """How `_spelled` begins for what lies below ``path``."""
+    return ".".join(map(str, neutral_path((*path, ""))[0]))
+
+
+def _spelled(path: KeyPath) -> str:
+    """``path`` in one spelling, whatever the word for the optimizer is and however it is cut into keys."""
     keys = path if len(path) > 1 else tuple(str(path[0]).split("."))
-    front = ".".join(map(str, neutral_path((*start, ""))[0]))
-    return ".".join(map(str, neutral_path(keys)[0])).startswith(front)
+    return ".".join(map(str, neutral_path(keys)[0]))

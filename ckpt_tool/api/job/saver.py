@@ -88,51 +88,36 @@ class Saver:
         place = os.fspath(url)
         place = os.path.abspath(local_path(place)) if is_local(place) else place
         with self._calling:
-            handle = self._started(
-                state, place, async_=async_, format=format, extra_state=extra_state, on_resize=on_resize, step=step,
-                overwrite=overwrite, durable=durable, digests=digests, overlap_staging=overlap_staging,
-                timeout_s=timeout_s,
+            self._tell_of_failures()
+            self._join(timeout_s)
+            number, self._number = self._number, self._number + 1
+            command = SaveCommand(
+                number=number, url=place, format=format, key="", arena=number % _N_ARENAS, is_partial=False,
+                timeout_s=timeout_s, overwrite=overwrite, durable=durable, digests=digests, is_urgent=not async_,
+                objects=(),
             )  # fmt: skip
+            handle = self._started(command, state, extra_state, on_resize, step, overlaps=overlap_staging and async_)
         if not async_:
             handle.wait()
         return handle
 
-    def _started(  # noqa: PLR0913 - the options of a command
-        self,
-        state: Any,
-        place: str,
-        *,
-        async_: bool,
-        format: str,
-        extra_state: Mapping[str, Any] | None,
-        on_resize: OnResize,
-        step: int | None,
-        overwrite: bool,
-        durable: bool,
-        digests: bool | None,
-        overlap_staging: bool,
-        timeout_s: float,
-    ) -> SaveHandle:
+    def _started(
+        self, command: SaveCommand, state: Any, extra_state: Mapping[str, Any] | None, on_resize: OnResize,
+        step: int | None, *, overlaps: bool,
+    ) -> SaveHandle:  # fmt: skip
         """A save that is staged, or about to be; one at a time."""
-        self._tell_of_failures()
-        self._join(timeout_s)
-        number, self._number = self._number, self._number + 1
-        arena = number % _N_ARENAS
-        command = SaveCommand(
-            number=number, url=place, format=format, key="", arena=arena, is_partial=False, timeout_s=timeout_s,
-            overwrite=overwrite, durable=durable, digests=digests, is_urgent=not async_, objects=(),
-        )  # fmt: skip
+        number, timeout_s = command.number, command.timeout_s
         operations: list[Operation] = []
         name = number if step is None else step
         clock = _Clock(self.rank, name, operations)
         staged: Future[None] = Future()
-        handle = SaveHandle(self, number, place, name, staged, timeout_s)
+        handle = SaveHandle(self, number, command.url, name, staged, timeout_s)
         handle.operations = operations
         try:
             with clock("walk"):
-                held = self._held(state, format, extra_state, on_resize)
+                held = self._held(state, command.format, extra_state, on_resize)
             with clock("wait"):
-                self._await_arena(arena, timeout_s)
+                self._await_arena(command.arena, timeout_s)
             ready, stager = self._prepared(held, command, clock)
         except BaseException as error:
             handle.is_looked_at = True
@@ -141,7 +126,7 @@ class Saver:
             raise
         self._handles.append(handle)
         stager.begin(held.views)
-        if overlap_staging and async_:
+        if overlaps:
             self._thread.submit(self._stage, stager, held.views, ready, clock, staged)
         else:
             self._stage(stager, held.views, ready, clock, staged)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
+from ckpt_tool.storage.listed_once import ListedOnce
 from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.store import REMOTE_COST, Listing
 from ckpt_tool.storage.urls import check_path, join_url
@@ -32,8 +32,7 @@ class HdfsStore:
         self._client = HdfsClient(root) if client is None else client
         self._root = path.rstrip("/")
         self._entry = entry
-        self._lock = threading.Lock()
-        self._listing: Listing | None = None
+        self._listing = ListedOnce(self._listed)
         self._is_closed = False
 
     def listing(self, *, anew: bool = False) -> Listing:
@@ -42,12 +41,7 @@ class HdfsStore:
         Raises:
             NotFound: nothing is below the root.
         """
-        with self._lock:
-            if anew:
-                return self._listed()
-            if self._listing is None:
-                self._listing = self._listed()
-            return self._listing
+        return self._listing.get(anew=anew)
 
     def _listed(self) -> Listing:
         found = [f for f in self._client.files(self._root or "/", deep=self._entry is None) if not f.is_folder]

@@ -5,7 +5,6 @@ Requests that fail for a moment (timeouts, resets, 5xx, short answers) are sent 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ckpt_tool.errors import FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.listed_once import ListedOnce
 from ckpt_tool.storage.local.store import MAX_DEPTH
 from ckpt_tool.storage.remote.file_system import WEB, modified_of, open_remote, tag_of
 from ckpt_tool.storage.remote.retry import failure_of, retried
@@ -43,8 +43,7 @@ class FsspecStore:
         self._root = root.rstrip("/")
         self._entry = entry
         self._entry_query = entry_query
-        self._lock = threading.Lock()
-        self._listing: Listing | None = None
+        self._listing = ListedOnce(self._listed)
         self._is_closed = False
         self._traffic = current_traffic()
 
@@ -54,12 +53,7 @@ class FsspecStore:
         Raises:
             NotFound: nothing is below the root.
         """
-        with self._lock:
-            if anew:
-                return self._listed()
-            if self._listing is None:
-                self._listing = self._listed()
-            return self._listing
+        return self._listing.get(anew=anew)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``: one request; for an empty range a look at the size."""
@@ -143,7 +137,7 @@ class FsspecStore:
             )
 
     def _size(self, path: str, where: str) -> int | None:
-        known = self._listing.sizes.get(path) if self._listing is not None else None
+        known = self._listing.kept.sizes.get(path) if self._listing.kept is not None else None
         if known is not None:
             return known
         size = self._info(path, where).get("size")

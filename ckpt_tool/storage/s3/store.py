@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound, StorageError
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted
 from ckpt_tool.storage.fetch import fetch_all
+from ckpt_tool.storage.listed_once import ListedOnce
 from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.remote.http_client import HttpStatusError
 from ckpt_tool.storage.s3.answers import S3Object
@@ -39,8 +39,7 @@ class S3Store:
         self._prefix = key if not key or key.endswith("/") else f"{key}/"
         self._entry = entry
         self._is_alone = is_alone
-        self._lock = threading.Lock()
-        self._listing: Listing | None = None
+        self._listing = ListedOnce(self._listed)
         self._is_closed = False
 
     def listing(self, *, anew: bool = False) -> Listing:
@@ -49,12 +48,7 @@ class S3Store:
         Raises:
             NotFound: nothing is below the root.
         """
-        with self._lock:
-            if anew:
-                return self._listed()
-            if self._listing is None:
-                self._listing = self._listed()
-            return self._listing
+        return self._listing.get(anew=anew)
 
     def _listed(self) -> Listing:
         found: list[S3Object] = []
@@ -78,7 +72,7 @@ class S3Store:
     def read(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes of ``path`` from ``offset``: one request; for an empty range a look at the size."""
         key, where = self._place(path, offset, length)
-        known = self._listing.sizes.get(path) if self._listing is not None else None
+        known = self._listing.kept.sizes.get(path) if self._listing.kept is not None else None
         if (known is None and length > REMOTE_COST.max_read_bytes) or not length:
             # Memory is not taken on the word of an index alone.
             known = known if known is not None else self._size(key, where)
@@ -126,7 +120,7 @@ class S3Store:
     def _batch(self, ranges: Sequence[FileRange], rows: Sequence[int]) -> list[bytes]:
         """Some ranges of one object, together if they lie within it, so that what is wrong with one can be told."""
         path = ranges[rows[0]].path
-        known = self._listing.sizes.get(path) if self._listing is not None else None
+        known = self._listing.kept.sizes.get(path) if self._listing.kept is not None else None
         if (
             len(rows) > 1
             and known is not None
