@@ -31,7 +31,7 @@ def parts_of(step: StepFiles, store: Store, url: str) -> list[tuple[str, Source,
     """
     if step.is_file:
         folder, _, name = step.path.rpartition("/")
-        source = _file_source(name, step.sizes[name], store, folder, url)
+        source = folder_source({name: step.sizes[name]}, store, folder, url, entry=name)
         reader = _reader(source)
         return [] if reader is None else [("", source, reader)]
     whole = folder_source(step.sizes, store, step.path, url)
@@ -61,15 +61,12 @@ def own_and_below(step: StepFiles, store: Store, url: str) -> tuple[StepFiles, l
     return alone, folders
 
 
-def folder_source(sizes: Mapping[str, int], store: Store, folder: str, url: str) -> Source:
-    """The files of a folder of the run, by their paths below it."""
+def folder_source(
+    sizes: Mapping[str, int], store: Store, folder: str, url: str, *, entry: str | None = None
+) -> Source:  # fmt: skip
+    """The files of a folder of the run, by their paths below it; with ``entry`` as when one of them is named."""
     inner: Store = Subfolder(store, folder) if folder else store
-    return Source(inner, Listing(join_url(url, folder) if folder else url, dict(sizes)))
-
-
-def _file_source(name: str, nbytes: int, store: Store, folder: str, url: str) -> Source:
-    inner: Store = Subfolder(store, folder) if folder else store
-    return Source(inner, Listing(join_url(url, folder) if folder else url, {name: nbytes}, entry=name))
+    return Source(inner, Listing(join_url(url, folder) if folder else url, dict(sizes), entry))
 
 
 def _candidates(step: StepFiles, store: Store, url: str) -> Iterator[tuple[str, Source]]:
@@ -85,7 +82,7 @@ def _candidates(step: StepFiles, store: Store, url: str) -> Iterator[tuple[str, 
     for folder in sorted(grouped)[:_MAX_PARTS]:
         yield folder, folder_source(grouped[folder], store, f"{step.path}/{folder}" if step.path else folder, url)
     for name in sorted(files)[:_MAX_PARTS]:
-        yield name, _file_source(name, files[name], store, step.path, url)
+        yield name, folder_source({name: files[name]}, store, step.path, url, entry=name)
 
 
 def _reader(source: Source) -> Reader | None:
