@@ -12,7 +12,7 @@ from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.conversion import Dropped
 from ckpt_tool.api.convert.rank_state import without
 from ckpt_tool.checks.sharing import partial_views
-from ckpt_tool.geometry.columns import BoolArray
+from ckpt_tool.geometry.columns import BoolArray, distinct
 from ckpt_tool.geometry.runs import contiguous_strides_columns
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.tables import ChunkFlag, ChunkTable, IntArray
@@ -134,7 +134,7 @@ def groups_of_shared_bytes(manifest: Manifest) -> list[tuple[str, ...]]:
     strides = np.where(chunks.sizes > 1, strides, 0)
     flags = chunks.flags & ~np.uint8(ChunkFlag.UNRESOLVED)
     found: dict[tuple[int, str, bytes], list[int]] = {}
-    for tensor in np.unique(chunks.tensor[_stored_again(chunks) & live]).tolist():  # few, in most checkpoints none
+    for tensor in distinct(chunks.tensor[_stored_again(chunks) & live]).tolist():  # few, in most checkpoints none
         rows: IntArray = order[starts[tensor] : starts[tensor + 1]]
         rows = rows[live[rows]]
         place = np.column_stack(
