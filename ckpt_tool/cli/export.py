@@ -16,6 +16,7 @@ from ckpt_tool.cli.options import (
     Engine,
     EngineName,
     Exclude,
+    FlatTable,
     Include,
     Json,
     Masters,
@@ -79,6 +80,7 @@ def export(
         ),
     ] = Tied.auto,
     unequal: UnequalAs = None,
+    flat: FlatTable = None,
     max_shard_size: Annotated[
         str | None, option("--max-shard-size", WRITTEN, "Start a new file before this many bytes (5GB).", "SIZE")
     ] = None,
@@ -137,6 +139,7 @@ def export(
         "masters": masters,
         "tied": tied.value,
         "unequal": unequal,
+        "flat": flat,
         "max_shard_nbytes": None if max_shard_size is None else parse_bytes(max_shard_size, of="--max-shard-size"),
         "share_blocks": share_blocks,
         "memory_budget_bytes": parse_bytes(memory, of="--memory"),

@@ -240,6 +240,15 @@ UnequalAs = Annotated[
         "[GLOB=]HOW",
     ),
 ]
+FlatTable = Annotated[
+    str | None,
+    option(
+        "--flat",
+        WRITTEN,
+        "What FSDP1's flat parameters hold: names and shapes, as TOML or JSON; docs/layouts.md has a way to get it.",
+        "FILE",
+    ),
+]
 OptimStyleName = Annotated[
     OptimStyle | None,
     option("--optim-style", WRITTEN, "Key the optimizer's state by number or by name; by default as in SRC."),

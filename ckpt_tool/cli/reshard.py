@@ -23,6 +23,7 @@ from ckpt_tool.cli.options import (
     Etp,
     Exclude,
     FirstStageLayers,
+    FlatTable,
     Include,
     Json,
     LastStageLayers,
@@ -87,6 +88,7 @@ def reshard(
     replicas: StoredReplicas = Replicas.auto,
     rank_state: OfRanks = None,
     unequal: UnequalAs = None,
+    flat: FlatTable = None,
     optim_style: OptimStyleName = None,
     names: Annotated[
         NamesOf,
@@ -168,6 +170,7 @@ def reshard(
         "rank_state": rank_state.value if rank_state is not None else None if rng is None else rng.value,
         "mcore_version": mcore_version,
         "unequal": unequal,
+        "flat": flat,
         "optim_style": None if optim_style is None else optim_style.value,
         "names": names.value,
         "family": family,

@@ -66,7 +66,7 @@ Part = int | Literal["in", "*"]
 _REPLICATE, _shard = Replicate(), cache(Shard)
 
 _RULE_KEYS = {"match", "kind", "dim", "parts", "stage", "layer", "expert"}
-_LISTS, _TABLES = ("rule", "refuse", "ignore"), ("family", "naming", "facts")
+_LISTS, _TABLES = ("rule", "refuse", "ignore", "flat"), ("family", "naming", "facts")
 _FAMILY_KEYS = {"name", "layer_pattern", "detect"}
 
 

@@ -16,7 +16,7 @@ GIB = 1 << 30
 RESHARD = {
     "mesh": None, "tp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": None, "vpp": 1, "first_stage_layers": None,
     "last_stage_layers": None, "to": "dcp", "zero_stage": None, "rules": None, "default": None, "dp_mode": "shard",
-    "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "unequal": None,
+    "replicas": "auto", "dtype": None, "include": (), "exclude": (), "rank_state": None, "unequal": None, "flat": None,
     "optim_style": None,
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
@@ -26,7 +26,7 @@ RUN = {"overwrite": False, "resume": False, "durable": True, "digest": "beside"}
 EXPORT: dict[str, Any] = {
     "to": None, "everything": False, "names": "hf", "family": "auto", "naming": None, "facts": {},
     "true_vocab": None, "include": (), "exclude": (), "dtype": None, "masters": False,
-    "tied": "auto", "unequal": None, "max_shard_nbytes": None, "share_blocks": False,
+    "tied": "auto", "unequal": None, "flat": None, "max_shard_nbytes": None, "share_blocks": False,
     "memory_budget_bytes": GIB, "n_workers": None,
 }  # fmt: skip
 

@@ -323,7 +323,14 @@ def test_r20_flat_parameters(ckpt: Ckpt, tmp_path: Path) -> None:
     flat = rank_files(tmp_path / "flat", 2, lambda rank: {"x._flat_param": torch.full((8,), float(rank))})
     assert "cannot unflatten: need the names and shapes" in ckpt("inspect", flat).text
     refused = ckpt("export", flat, tmp_path / "out")
-    assert (refused.status, "a flat parameter is another part of the model on each rank" in refused.err) == (3, True)
+    assert (refused.status, "say what is in it with --flat FILE" in refused.err) == (3, True)
+    table = tmp_path / "flat.toml"
+    table.write_text('[[flat]]\nname = "x._flat_param"\nparameters = [["w", [3, 4]], ["b", [3]]]\n', encoding="utf-8")
+    assert ckpt("export", flat, tmp_path / "out", "--flat", table).status == 0
+    assert as_bytes(tmp_path / "out") == {
+        "x.w": ("float32", (3, 4), torch.tensor([0.0] * 8 + [1.0] * 4).numpy().tobytes()),
+        "x.b": ("float32", (3,), torch.ones(3).numpy().tobytes()),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("to", ["dcp", "rank-files", "torch-ranks", "safetensors", "torch-save"])

@@ -20,6 +20,7 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     whole_boxes,
 )
+from ckpt_tool.api.convert.flat import with_flat_table
 from ckpt_tool.api.convert.hf_names import HfNames, of_model, with_hf_names
 from ckpt_tool.api.convert.names import beside_model_notes, module_names, renamed
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
@@ -84,6 +85,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     masters: bool = False,
     tied: Literal["keep", "drop", "auto"] = "auto",
     unequal: str | Sequence[str] | None = None,
+    flat: str | os.PathLike[str] | None = None,
     max_shard_nbytes: int | None = None,
     share_blocks: bool = False,
     **running: Unpack[Running],
@@ -111,6 +113,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
             config says that embeddings are tied.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
             ``GLOB=concat:0``); None to stop.
+        flat: path of a table of what FSDP1's flat parameters hold, see ``convert.flat``.
         max_shard_nbytes: start a new file before this many bytes.
         share_blocks: pad headers of safetensors so that most tensors have the place within a block that they have in
             the source's files; XFS and Btrfs then share the blocks, as they do where places agree by chance.
@@ -141,6 +144,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
+        checkpoint = with_flat_table(checkpoint, flat)
         selection = select_tensors(
             checkpoint,
             include=include,

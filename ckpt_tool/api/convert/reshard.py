@@ -17,6 +17,7 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     whole_boxes,
 )
+from ckpt_tool.api.convert.flat import with_flat_table
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
@@ -73,6 +74,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     exclude: str | Sequence[str] = (),
     rank_state: Literal["keep", "drop", "emit"] | None = None,
     unequal: str | Sequence[str] | None = None,
+    flat: str | os.PathLike[str] | None = None,
     optim_style: Literal["ids", "fqn", "fqn-flat"] | None = None,
     names: Literal["source", "hf", "megatron-fsdp"] = "source",
     family: str = "auto",
@@ -113,6 +115,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
             ``emit``, for a target of Megatron: random states as at the start of a run.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
             ``GLOB=concat:0``); None to stop.
+        flat: path of a table of what FSDP1's flat parameters hold, see ``convert.flat``.
         optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.
         names: ``hf`` gives weights the names of a Hugging Face model, and AdamW's state those that torch has for them;
@@ -155,11 +158,12 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     )  # fmt: skip
     wanted_names = names_options(family, naming, facts, true_vocab)
     check_asked(wanted_names, is_asked=names == "hf")
-    check_files(rules=rules, config=config)
+    check_files(rules=rules, config=config, flat=flat)
     check_apart(source, target)
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
+        checkpoint = with_flat_table(checkpoint, flat)
         sections = ("model",) if to in _WEIGHTS_ALONE else None
         selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=sections, unequal=unequal)
         manifest, blobs = selection.manifest, selection.load_objects(checkpoint)

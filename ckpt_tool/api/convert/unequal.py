@@ -139,7 +139,8 @@ def _unequal(checkpoint: Checkpoint, fqns: set[str], apart: Sequence[str]) -> di
 def _hint(fqn: str, manifest: Manifest, *, is_apart: bool) -> str:
     if fqn in manifest.info.get("flat_parameters", ()):
         return (
-            f"a flat parameter is another part of the model on each rank; leave it out with --exclude {shell_word(fqn)}"
+            "a flat parameter is another part of the model on each rank; say what is in it with --flat FILE, or leave "
+            f"it out with --exclude {shell_word(fqn)}"
         )
     offsets = [] if is_apart else manifest.chunks.offsets[manifest.chunks.rows_of(manifest.tensor_id(fqn))].tolist()
     can_join = is_apart or (len(offsets) > 1 and all(row == offsets[0] for row in offsets))

@@ -105,6 +105,8 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
                 DTensor_on_2x2="torch/verl_2d/ckpt",
             ),
             *read("accelerate", FSDP2_with_files_of_each_rank="deepspeed/accelerate_ranks/ckpt"),
+            Proof("reads", _TORCH, "FSDP1 vectors, with a table", "tests/api/test_flat_table.py"),
+            Proof("reads", "FairScale 0.4.13", "FSDP vectors, as recorded", "tests/consumers/test_fairscale.py"),
             written(_TORCH, "torch.load of each rank", "rank_pt/test_writer.py"),
         ),
     ),

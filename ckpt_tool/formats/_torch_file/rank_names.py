@@ -1,7 +1,8 @@
 """A rank file set is the files of one checkpoint whose names differ only in a rank number, and in what they hold.
 
 Only names are looked at: ``model_world_size_4_rank_0.pt``, ``optim_world_size_4_rank_0.pt`` (verl),
-``pytorch_model_fsdp_0_rank0.bin``, ``optimizer_0_rank0.bin`` (accelerate), ``shard.rank3.pt``.
+``pytorch_model_fsdp_0_rank0.bin``, ``optimizer_0_rank0.bin`` (accelerate), ``shard.rank3.pt``,
+``checkpoint_last-shard0.pt`` (fairseq), ``ckpt_rank-00000000-of-00000008.pth`` (torch_xla).
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from ckpt_tool.records import dataclass
 
 __all__ = ["RankFile", "RankFileSet", "find_sets", "rank_file"]
 
-_RANK = re.compile(
-    r"(?P<stem>.*?)(?:[._-]?world_?size[._-]?(?P<world>[0-9]{1,7}))?[._-]?rank[._-]?(?P<rank>[0-9]{1,7})"
-    r"(?P<rest>(?:[._-][A-Za-z0-9]+)*?)\.(?P<suffix>pt|pth|bin|ckpt|pkl)",
-    re.IGNORECASE,
+_RANK, _SHARD = (
+    re.compile(
+        rf"(?P<stem>.*?)(?:[._-]?world_?size[._-]?(?P<world>[0-9]{{1,7}}))?[._-]?{word}[._-]?(?P<rank>0*[0-9]{{1,7}})"
+        r"(?:[._-]of[._-](?P<of>0*[0-9]{1,7}))?"
+        r"(?P<rest>(?:[._-][A-Za-z0-9]+)*?)\.(?P<suffix>pt|pth|bin|ckpt|pkl)",
+        re.IGNORECASE,
+    )
+    for word in ("rank", "shard")
 )
 # Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
 _OTHER_AXES = re.compile(r"(?<![A-Za-z0-9])(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
@@ -89,14 +94,16 @@ def rank_file(path: str) -> RankFile | None:
     >>> rank_file("mp_rank_00_model_states.pt") is None, rank_file("pytorch_model_fsdp_rank1.bin").rank
     (True, 1)
     """
-    match = _RANK.fullmatch(path.rpartition("/")[2])
+    name = path.rpartition("/")[2]
+    match = _RANK.fullmatch(name) or _SHARD.fullmatch(name)
     if match is None or _OTHER_AXES.search(match["stem"]):
         return None
     label = f"{match['stem']}{match['rest']}"
     kind = next((kind for kind, pattern in _KINDS if pattern.search(label)), "model")
     start = len(path) - len(match.string) + match.start("rank")
     family = f"{path[:start]}*{path[start + len(match['rank']) :]}"
-    world_size = None if match["world"] is None else int(match["world"])
+    stated = match["world"] or match["of"]
+    world_size = None if stated is None else int(stated)
     return RankFile(path, kind, family, int(match["rank"]), world_size, match["rank"])
 
 

@@ -14,9 +14,10 @@ from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._dcp.metadata import METADATA_NAME, MetadataFile, foreign_root, load_metadata
 from ckpt_tool.formats._dcp.table import tabulate
 from ckpt_tool.formats.base import Source
-from ckpt_tool.formats.bytecheckpoint.flat import FlatParameter, flat_parameters, unflattened
+from ckpt_tool.formats.bytecheckpoint.flat import flat_parameters, unflattened_section
 from ckpt_tool.formats.bytecheckpoint.location import MODULE
 from ckpt_tool.formats.bytecheckpoint.shells import place_chunks
+from ckpt_tool.manifest.flat_parameters import FlatParameter
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.tables import SECTIONS, TensorTable
 from ckpt_tool.records import dataclass
@@ -70,7 +71,7 @@ def section_manifest(source: Source, section: SectionFile, flat: Mapping[str, Fl
     tensors = tables.tensors
     chunks = place_chunks(tensors, tables.chunks, section.metadata.extra.get("all_tensor_metadata"), where)
     if flat:
-        tensors, chunks = unflattened(tensors, chunks, flat, where)
+        tensors, chunks = unflattened_section(tensors, chunks, flat, where)
     return Manifest(
         format=name,
         root=source.listing.url,

@@ -30,8 +30,10 @@ from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
 from ckpt_tool.formats.rank_pt.layout_entry import LAYOUT_KEY, LayoutEntry, parse_layout
+from ckpt_tool.formats.rank_pt.shard_metadata import METADATA_KEY, ShardMetadata, parse_shard_metadata
 from ckpt_tool.manifest.concatenate import names_of_ranks
 from ckpt_tool.manifest.finding import Finding, Severity
+from ckpt_tool.manifest.flat_parameters import Vector
 from ckpt_tool.manifest.model import FileRange, KeyPath, Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
 from ckpt_tool.sizes import counted
@@ -91,8 +93,11 @@ class RankFilesReader(TorchFilesReader):
             parts.append(part_of(torch_file, found, file.rank, is_per_rank=file.kind == "extra_state"))
             roots.append(torch_file.root)
         assembly = assemble(parts, section_by_root(roots), _placed_by(layouts))
-        chosen = _with_world_size(chosen, assembly, layouts)
-        _add_notes(assembly, chosen, sets[1:])
+        recorded = _recorded(roots, chosen)
+        chosen = _with_world_size(chosen, assembly, layouts, recorded)
+        vectors = {} if recorded is None or chosen.missing else recorded.vectors_among(assembly.rows.metas)
+        assembly.flat = [fqn for fqn in assembly.flat if fqn not in vectors]
+        _add_notes(assembly, chosen, sets[1:], vectors)
         others = _without_rank(source)
         if others:
             listed = ", ".join(others[:_SHOWN]) + (" ..." if len(others) > _SHOWN else "")
@@ -101,7 +106,9 @@ class RankFilesReader(TorchFilesReader):
         assembly.notes.extend(notes)
         info = _info(chosen, assembly) | config
         manifest = manifest_of(self.name, source.listing.url, opened, entries, assembly, info)
-        return _with_parameter_names(manifest)
+        if recorded is not None and vectors:
+            manifest = recorded.unflatten(manifest, vectors)
+        return _with_parameter_names(_with_assumptions(manifest))
 
     def check(self, source: Source, manifest: Manifest) -> Iterator[Finding]:
         """Missing files, flat parameters, and replicas that are none (their bytes are read where no CRC tells)."""
@@ -133,8 +140,8 @@ def _without_rank(source: Source) -> list[str]:
 
 
 _CANNOT_UNFLATTEN = (
-    "cannot unflatten: need the names and shapes of the parameters in it, in order; FSDP1 does not save them with "
-    "LOCAL_STATE_DICT"
+    "cannot unflatten: need the names and shapes of the parameters in it, in order, which FSDP1 does not save with "
+    "LOCAL_STATE_DICT; export and reshard take them from a file (--flat)"
 )
 
 
@@ -150,6 +157,14 @@ def _entries(file: RankFile, opened: TorchFile, layouts: dict[str, LayoutEntry])
     return entries_of(root, prefix=_PREFIXES[file.kind])
 
 
+def _recorded(roots: Sequence[Any], chosen: RankFileSet) -> ShardMetadata | None:
+    """What the first file that says it says of flat parameters."""
+    for file, root in zip(chosen.files, roots, strict=True):
+        if isinstance(root, Mapping) and METADATA_KEY in root:
+            return parse_shard_metadata(root[METADATA_KEY], f"{file.path}: {METADATA_KEY}")
+    return None
+
+
 def _placed_by(layouts: Mapping[str, LayoutEntry]) -> PlacedBy:
     """Files with a layout entry are placed by it, others by what their tensors record."""
 
@@ -160,7 +175,9 @@ def _placed_by(layouts: Mapping[str, LayoutEntry]) -> PlacedBy:
     return placed
 
 
-def _with_world_size(chosen: RankFileSet, found: Assembly, layouts: Mapping[str, LayoutEntry]) -> RankFileSet:
+def _with_world_size(
+    chosen: RankFileSet, found: Assembly, layouts: Mapping[str, LayoutEntry], recorded: ShardMetadata | None
+) -> RankFileSet:
     """The set with the world size that its contents tell, where its names tell none."""
     world_sizes = {layout.world_size for layout in layouts.values()}
     if len(world_sizes) > 1 or (chosen.is_stated and world_sizes - {chosen.world_size}):
@@ -171,24 +188,23 @@ def _with_world_size(chosen: RankFileSet, found: Assembly, layouts: Mapping[str,
     if chosen.is_stated:
         return chosen
     mesh = prod(found.mesh.sizes) if found.mesh is not None else 0
-    return replace(chosen, world_size=max(chosen.world_size, mesh, found.n_claiming_ranks, *world_sizes, 0))
+    sharing = 0 if recorded is None else recorded.n_ranks(found.rows.metas)
+    return replace(chosen, world_size=max(chosen.world_size, mesh, found.n_claiming_ranks, sharing, *world_sizes, 0))
 
 
-def _add_notes(found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSet]) -> None:
+def _add_notes(
+    found: Assembly, chosen: RankFileSet, others: Sequence[RankFileSet], vectors: Mapping[str, Vector]
+) -> None:
     """What a person should know about the set as a whole."""
     missing = chosen.missing
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
         found.notes.append(f"{counted(len(missing), 'rank file', 'are')} missing: {shown}")
-    if found.replicated:
+    if vectors:
+        n_parameters = sum(len(vector.flat.segments) for vector in vectors.values())
         found.notes.append(
-            f"{counted(len(found.replicated), 'tensor', 'record')} no placement, with one shape in all files: taken "
-            'for replicas ("ckpt verify --full" compares their bytes)'
-        )
-    if found.kept_apart:
-        found.notes.append(
-            f"{counted(len(found.kept_apart), 'tensor', 'record')} no placement, in several shapes or types: "
-            f"each rank's is called name@rankN ({', '.join(found.kept_apart[:_SHOWN])})"
+            f"{counted(len(vectors), 'flat parameter', 'are')} {counted(n_parameters, 'parameter')}, as "
+            f"{METADATA_KEY!r} records"
         )
     if found.flat:
         found.notes.append(f"{counted(len(found.flat), 'flat parameter')} of FSDP1: {_CANNOT_UNFLATTEN}")
@@ -213,6 +229,23 @@ def _info(chosen: RankFileSet, found: Assembly) -> dict[str, Any]:
         "rank_mismatches": found.rank_mismatches,
     }
     return {"world_size": chosen.world_size, **{key: names for key, names in lists.items() if names}}
+
+
+def _with_assumptions(manifest: Manifest) -> Manifest:
+    """Notes about tensors that record no placement, which are replicas or parts for all that the files tell."""
+    notes = [*manifest.notes]
+    replicated, apart = (manifest.info.get(key, ()) for key in ("replicated_by_assumption", "kept_apart"))
+    if replicated:
+        notes.append(
+            f"{counted(len(replicated), 'tensor', 'record')} no placement, with one shape in all files: taken "
+            'for replicas ("ckpt verify --full" compares their bytes)'
+        )
+    if apart:
+        notes.append(
+            f"{counted(len(apart), 'tensor', 'record')} no placement, in several shapes or types: "
+            f"each rank's is called name@rankN ({', '.join(apart[:_SHOWN])})"
+        )
+    return manifest.replace(notes=tuple(notes))
 
 
 def _with_parameter_names(manifest: Manifest) -> Manifest:

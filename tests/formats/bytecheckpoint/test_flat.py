@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_tool.dtypes import dtype
 from ckpt_tool.errors import Unsupported
-from ckpt_tool.formats.bytecheckpoint.flat import flat_parameters, unflattened
+from ckpt_tool.formats.bytecheckpoint.flat import flat_parameters, unflattened_section
 from ckpt_tool.manifest.model import TensorMeta
 from ckpt_tool.manifest.tables import ChunkTable, TensorTable
 
@@ -56,7 +56,7 @@ def test_every_element_is_found(shapes: list[tuple[int, ...]], padding: list[int
     flat = flat_parameters(recorded(shapes, padding[: len(shapes)]), "x")
     numel = flat["m._flat_param"].numel
     meta = TensorMeta("m._flat_param", dtype("int32"), (numel,), "model", ("m._flat_param",))
-    tensors, chunks = unflattened(TensorTable.from_records([meta]), flat_chunks(numel, cuts), flat, "x")
+    tensors, chunks = unflattened_section(TensorTable.from_records([meta]), flat_chunks(numel, cuts), flat, "x")
     assert tensors.fqns == tuple(f"m.p{i}" for i in range(len(shapes)))
     for row, segment in enumerate(flat["m._flat_param"].segments):
         expected = np.arange(segment.start, segment.stop).reshape(segment.shape)
@@ -85,7 +85,7 @@ def test_state_and_counters() -> None:
         TensorMeta("state.m._flat_param.count", dtype("int32"), (), "optimizer", ("state", "m._flat_param.count")),
         TensorMeta("state.m.p0.step", dtype("int32"), (), "optimizer", ("state", "m.p0.step")),
     ]
-    tensors, _ = unflattened(TensorTable.from_records(metas), flat_chunks(8, []), flat, "x")
+    tensors, _ = unflattened_section(TensorTable.from_records(metas), flat_chunks(8, []), flat, "x")
     assert [(meta.fqn, meta.shape, meta.path) for meta in tensors] == [
         ("state.m.p0.exp_avg", (2, 2), ("state", "m.p0", "exp_avg")),
         ("state.m.p1.exp_avg", (3,), ("state", "m.p1", "exp_avg")),
@@ -100,4 +100,4 @@ def test_a_flat_parameter_with_gaps_is_refused() -> None:
     meta = TensorMeta("m._flat_param", dtype("int32"), (4,), "model", ("m._flat_param",))
     chunks = flat_chunks(4, []).replace(strides=np.array([[2]]))
     with pytest.raises(Unsupported, match="not contiguous"):
-        unflattened(TensorTable.from_records([meta]), chunks, flat, "x")
+        unflattened_section(TensorTable.from_records([meta]), chunks, flat, "x")

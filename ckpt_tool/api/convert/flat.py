@@ -1,0 +1,177 @@
+"""A table of flat parameters says what FSDP1's vectors hold, for checkpoints that do not record it.
+
+It is TOML, or the same in JSON::
+
+    [[flat]]
+    name = "layers.*._flat_param"  # as ckpt inspect lists it, or without the keys in front; a glob or re: pattern
+    parameters = [["weight", [64, 32]], ["bias", [64]]]  # in order; names count from the module that has the vector
+    align = 4  # elements: where each parameter begins at a multiple of it, as with use_orig_params=True
+
+    [[flat]]
+    name = "head.weight"  # one parameter, which ranks hold parts of
+    shape = [16, 8]
+
+FSDP1 knows all of it as ``_fqns``, ``_shapes`` and ``_numels_with_padding`` of each ``FlatParameter``
+(torch/distributed/fsdp/_flat_param.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ckpt_tool.api.arguments import read_option_file
+from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.errors import LayoutError
+from ckpt_tool.layout.rules import check_keys, parsed_rules
+from ckpt_tool.manifest.concatenate import names_of_ranks
+from ckpt_tool.manifest.flat_optimizers import flat_optimizers, unflatten_all
+from ckpt_tool.manifest.flat_parameters import FlatParameter, Segment, Vector
+from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.manifest.select import matching
+from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted, some_of
+
+__all__ = ["FlatEntry", "load_flat_table", "with_flat_table"]
+
+_KEYS = {"name", "parameters", "shape", "align"}
+
+
+@dataclass(frozen=True, slots=True)
+class FlatEntry:
+    """One entry of a table."""
+
+    pattern: str
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    """Names, relative to the module of the vector, and shapes; of a vector that is one parameter its shape alone."""
+    align: int = 1
+    """Elements."""
+
+    def vector(self, path: KeyPath) -> Vector:
+        """What the vector at ``path`` holds."""
+        module, _, _ = str(path[-1]).rpartition(".")
+        segments, at = [], 0
+        for name, shape in self.parameters:
+            at = -(-at // self.align) * self.align
+            fqn = str(path[-1]) if not name else f"{module}.{name}" if module else name
+            segments.append(Segment(fqn, shape, at))
+            at += prod(shape)
+        return Vector(FlatParameter(at, tuple(segments)), path[:-1])
+
+
+def load_flat_table(text: str, source: str) -> tuple[FlatEntry, ...]:
+    """The entries of a table; ``source`` is named in errors: a path, usually.
+
+    Raises:
+        LayoutError: neither TOML nor JSON, or an entry that is not as described.
+    """
+    document = parsed_rules(text, source)
+    check_keys(document, {"flat"}, source)
+    return tuple(_entry(table, f"{source}: flat {number}") for number, table in enumerate(document.get("flat", ()), 1))
+
+
+def _entry(table: Mapping[str, Any], where: str) -> FlatEntry:
+    check_keys(table, _KEYS, where)
+    name, align = table.get("name"), table.get("align", 1)
+    if not isinstance(name, str) or not name:
+        raise LayoutError("an entry needs name, a pattern over names of vectors", where=where)
+    if type(align) is not int or align < 1:
+        raise LayoutError(f"align is a number of elements, got {align!r}", where=where)
+    if ("shape" in table) == ("parameters" in table):
+        raise LayoutError("an entry has either parameters or a shape", where=where)
+    if "shape" in table:
+        return FlatEntry(name, (("", _shape(table["shape"], where)),), align)
+    listed = table["parameters"]
+    if not isinstance(listed, list) or not all(
+        isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and one[0] for one in listed
+    ):
+        raise LayoutError('parameters are a list of names with shapes: [["weight", [64, 32]], ...]', where=where)
+    return FlatEntry(name, tuple((one, _shape(shape, where)) for one, shape in listed), align)
+
+
+def _shape(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
+        raise LayoutError(f"a shape is a list of sizes, got {value!r}", where=where)
+    return tuple(value)
+
+
+def with_flat_table(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Checkpoint:
+    """The checkpoint with parameters in place of the vectors that a table's file describes; itself where there is none.
+
+    Raises:
+        UsageError: the file cannot be read.
+        LayoutError: it is no table, fits no tensor, or describes more or less than a vector holds.
+        CoverageError: ranks of a vector are missing.
+    """
+    if path is None:
+        return checkpoint
+    source = os.fspath(path)
+    manifest = checkpoint.manifest
+    vectors = _vectors(manifest, load_flat_table(read_option_file(path, "flat parameters"), source), source)
+    optimizers = flat_optimizers(manifest, list(vectors.values()))
+    ranks = names_of_ranks(manifest.tensors.fqns)
+    needed = [*vectors, *(fqn for optimizer in optimizers for fqn in optimizer.vectors)]
+    resolved = checkpoint.resolve([name for fqn in needed for name in ranks.get(fqn, {0: fqn}).values()])
+    cut = unflatten_all(resolved, vectors, optimizers)
+    n_parameters = sum(len(vector.flat.segments) for vector in vectors.values())
+    note = f"{counted(len(vectors), 'flat parameter', 'are')} {counted(n_parameters, 'parameter')}, as {source} says"
+    notes = (note, *(known for known in cut.notes if "cannot unflatten" not in known))
+    return checkpoint.shown_as(cut.replace(notes=notes))
+
+
+def _vectors(manifest: Manifest, table: Sequence[FlatEntry], source: str) -> dict[str, Vector]:
+    """What is in each tensor that the table describes, in the order of the checkpoint, by name without a rank.
+
+    The last entry that fits counts.
+    """
+    held = dict(_held(manifest))
+    names = list(held)
+    last = [str(path[-1]) for path, _, _ in held.values()]
+    found: dict[str, Vector] = {}
+    for number, entry in enumerate(table, 1):
+        where = f"{source}: flat {number}"
+        fits = matching(entry.pattern, names) or matching(entry.pattern, last)
+        if not fits:
+            flat = manifest.info.get("flat_parameters", ())
+            hint = f"flat parameters here: {some_of(flat)}" if flat else "ckpt inspect lists the tensors"
+            raise LayoutError(f"no tensor is called {entry.pattern!r}", where=where, hint=hint)
+        for row in fits:
+            path, shape, n_parts = held[names[row]]
+            vector = entry.vector(path)
+            _check(names[row], vector.flat.numel, shape, max(n_parts, entry.align), where)
+            found[names[row]] = vector
+    return {name: found[name] for name in names if name in found}
+
+
+def _held(manifest: Manifest) -> Iterator[tuple[str, tuple[KeyPath, tuple[int, ...], int]]]:
+    """Each tensor, what ranks have apart as one: its path, its shape with all parts, and how many parts there are."""
+    assumed = frozenset(manifest.info.get("replicated_by_assumption", ()))
+    ranks = names_of_ranks(manifest.tensors.fqns)
+    of_ranks = {name for names in ranks.values() for name in names.values()}
+    for row, fqn in enumerate(manifest.tensors.fqns):
+        if fqn in of_ranks:
+            continue
+        shape = manifest.tensors.shape_of(row)
+        n_chunks = len(manifest.chunks.rows_of(row))
+        if fqn in assumed and len(shape) == 1:
+            shape = (shape[0] * n_chunks,)
+        yield fqn, (manifest.tensors.record(row).path, shape, n_chunks)
+    for fqn, names in ranks.items():
+        metas = [manifest.tensor(name) for name in names.values()]
+        path = metas[0].path
+        shape = (sum(meta.numel for meta in metas),) if all(len(meta.shape) == 1 for meta in metas) else metas[0].shape
+        yield fqn, ((*path[:-1], str(path[-1]).rpartition("@rank")[0]), shape, len(metas))
+
+
+def _check(fqn: str, numel: int, shape: tuple[int, ...], n_parts: int, where: str) -> None:
+    """The parameters fill the vector but for what rounds it up to equal parts."""
+    if len(shape) != 1:
+        raise LayoutError(f"{fqn!r} has shape {list(shape)}, a flat parameter has one dimension", where=where)
+    if not numel <= shape[0] < numel + max(n_parts, 1):
+        raise LayoutError(
+            f"the parameters have {counted(numel, 'element')}, {fqn!r} has {shape[0]:,}",
+            where=where,
+            hint="parameters are listed in the order of the module, all of them; align as FSDP1 pads them",
+        )
