@@ -45,12 +45,22 @@ def write_table(sharded: nn.Module, folder: str) -> None:
     exec(compile(block, "docs/layouts.md", "exec"), {"model": sharded})
 
 
-def job(rank: int, size: int, rendezvous: str, folder: str) -> None:
+def job(rank: int, size: int, keeps_names: bool, rendezvous: str, folder: str) -> None:
     """Save what FSDP1 calls a local state dict, the table, and the whole model beside it."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     sharded = FullyShardedDataParallel(
-        model(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), device_id=torch.device("cpu")
+        model(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        device_id=torch.device("cpu"),
+        use_orig_params=keeps_names,
     )
+    if keeps_names:
+        with FullyShardedDataParallel.state_dict_type(sharded, StateDictType.LOCAL_STATE_DICT):
+            torch.save({"model": sharded.state_dict()}, f"{folder}/ckpt/model_rank_{rank}.pt")
+        if not rank:
+            write_table(sharded, folder)
+        dist.destroy_process_group()
+        return
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.0)
     for parameter in sharded.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank))
@@ -69,12 +79,25 @@ def job(rank: int, size: int, rendezvous: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def test_names_kept_by_fsdp1(tmp_path: Path) -> None:
+    """``use_orig_params=True`` aligns parameters, and saves ranks' views of the vectors beside these: left out."""
+    (tmp_path / "ckpt").mkdir()
+    start_ranks(job, (2, True, str(tmp_path / "rendezvous"), str(tmp_path)), 2)
+    result = ckpt_tool.export(tmp_path / "ckpt", tmp_path / "out", flat=tmp_path / "flat.json")
+    expected = {fqn: value.detach().numpy() for fqn, value in model().named_parameters()}
+    with ckpt_tool.open(tmp_path / "out") as exported:
+        assert set(exported) == set(expected)
+        for fqn, value in expected.items():
+            np.testing.assert_array_equal(exported[fqn].numpy(), value)
+    assert any("and 5 more by itself is left out" in note for note in result.notes)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_vectors_of_fsdp1(tmp_path: Path, size: int) -> None:
     """Saved as ShardedTensors, and as each rank's own tensors with padding: both are exported bit for bit."""
     for name in ("ckpt", "plain"):
         (tmp_path / name).mkdir()
-    start_ranks(job, (size, str(tmp_path / "rendezvous"), str(tmp_path)), size)
+    start_ranks(job, (size, False, str(tmp_path / "rendezvous"), str(tmp_path)), size)
     expected = {fqn: value.detach().numpy() for fqn, value in model().named_parameters()}
     for name in ("ckpt", "plain"):
         result = ckpt_tool.export(tmp_path / name, tmp_path / f"{name}.safetensors", flat=tmp_path / "flat.json")
@@ -121,18 +144,18 @@ def test_pieces_of_parameters_and_alignment(tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text(
         '[[flat]]\nname = "head.weight"\nshape = [3, 4]\n'
-        '[[flat]]\nname = "*._flat_param"\nparameters = [["a", [3, 2]], ["b", []], ["c", [2]]]\nalign = 8\n',
+        '[[flat]]\nname = "*._flat_param"\nparameters = [["a", [3, 2], 0], ["b", [], 8], ["c", [3], 16]]\n',
         encoding="utf-8",
     )
-    with pytest.raises(LayoutError, match=r"the parameters have 18 elements, 'x._flat_param' has 16"):
+    with pytest.raises(LayoutError, match=r"the parameters have 19 elements, 'x._flat_param' has 16"):
         ckpt_tool.export(source, tmp_path / "out", flat=table)
-    table.write_text(table.read_text(encoding="utf-8").replace("align = 8", "align = 4"), encoding="utf-8")
+    table.write_text(table.read_text(encoding="utf-8").replace(", 16]", ", 12]"), encoding="utf-8")
     ckpt_tool.export(source, tmp_path / "out", flat=table)
     with ckpt_tool.open(tmp_path / "out") as exported:
         assert exported["head.weight"].numpy().tolist() == whole.reshape(3, 4).tolist()
         assert exported["x.a"].numpy().tolist() == vector[:6].reshape(3, 2).tolist()
         assert exported["x.b"].numpy().tolist() == 108
-        assert exported["x.c"].numpy().tolist() == vector[12:14].tolist()
+        assert exported["x.c"].numpy().tolist() == vector[12:15].tolist()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +165,7 @@ def test_pieces_of_parameters_and_alignment(tmp_path: Path) -> None:
         ('[[flat]]\nname = "x"', "either parameters or a shape"),
         ('[[flat]]\nname = "x"\nshape = [-1]', r"a shape is a list of sizes, got \[-1\]"),
         ('[[flat]]\nname = "x"\nparameters = [["a"]]', "parameters are a list of names with shapes"),
-        ('[[flat]]\nname = "x"\nshape = [1]\nalign = 0', "align is a number of elements, got 0"),
+        ('[[flat]]\nname = "x"\nparameters = [["a", [3]], ["b", [1], 2]]', "'b' begins at 2, before the end .* 3"),
         ("[rule]\n", "rule is dict, expected a list of tables"),
         ('[[flat]]\nname = "x"\nshapes = [1]', "shapes"),
         ("flat = 3", "flat is int, expected a list of tables"),

@@ -5,7 +5,10 @@ It is TOML, or the same in JSON::
     [[flat]]
     name = "layers.*._flat_param"  # as ckpt inspect lists it, or without the keys in front; a glob or re: pattern
     parameters = [["weight", [64, 32]], ["bias", [64]]]  # in order; names count from the module that has the vector
-    align = 4  # elements: where each parameter begins at a multiple of it, as with use_orig_params=True
+
+    [[flat]]
+    name = "_flat_param"
+    parameters = [["norm.bias", [5], 0], ["norm.weight", [5], 8]]  # where each begins, with padding between them
 
     [[flat]]
     name = "head.weight"  # one parameter, which ranks hold parts of
@@ -18,7 +21,8 @@ FSDP1 knows all of it as ``_fqns``, ``_shapes`` and ``_numels_with_padding`` of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -31,12 +35,14 @@ from ckpt_tool.manifest.flat_optimizers import flat_optimizers, unflatten_all
 from ckpt_tool.manifest.flat_parameters import FlatParameter, Segment, Vector
 from ckpt_tool.manifest.model import KeyPath, Manifest
 from ckpt_tool.manifest.select import matching
+from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, some_of
 
 __all__ = ["FlatEntry", "load_flat_table", "with_flat_table"]
 
-_KEYS = {"name", "parameters", "shape", "align"}
+_OF_RANKS = frozenset({"replicated_by_assumption", "kept_apart"})
+_KEYS = {"name", "parameters", "shape"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +50,23 @@ class FlatEntry:
     """One entry of a table."""
 
     pattern: str
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    """Names, relative to the module of the vector, and shapes; of a vector that is one parameter its shape alone."""
-    align: int = 1
-    """Elements."""
+    parameters: tuple[tuple[str, tuple[int, ...], int], ...]
+    """Names, relative to the module of the vector (empty for the vector's own), shapes, and first elements, rising."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing lies between the parameters; FSDP1 pads a vector's end only where it pads these."""
+        ends = accumulate(prod(shape) for _, shape, _ in self.parameters)
+        return [start for _, _, start in self.parameters] == [0, *ends][:-1]
 
     def vector(self, path: KeyPath) -> Vector:
         """What the vector at ``path`` holds."""
         module, _, _ = str(path[-1]).rpartition(".")
-        segments, at = [], 0
-        for name, shape in self.parameters:
-            at = -(-at // self.align) * self.align
+        segments = []
+        for name, shape, start in self.parameters:
             fqn = str(path[-1]) if not name else f"{module}.{name}" if module else name
-            segments.append(Segment(fqn, shape, at))
-            at += prod(shape)
-        return Vector(FlatParameter(at, tuple(segments)), path[:-1])
+            segments.append(Segment(fqn, shape, start))
+        return Vector(FlatParameter(max((s.stop for s in segments), default=0), tuple(segments)), path[:-1])
 
 
 def load_flat_table(text: str, source: str) -> tuple[FlatEntry, ...]:
@@ -74,21 +82,33 @@ def load_flat_table(text: str, source: str) -> tuple[FlatEntry, ...]:
 
 def _entry(table: Mapping[str, Any], where: str) -> FlatEntry:
     check_keys(table, _KEYS, where)
-    name, align = table.get("name"), table.get("align", 1)
+    name = table.get("name")
     if not isinstance(name, str) or not name:
         raise LayoutError("an entry needs name, a pattern over names of vectors", where=where)
-    if type(align) is not int or align < 1:
-        raise LayoutError(f"align is a number of elements, got {align!r}", where=where)
     if ("shape" in table) == ("parameters" in table):
         raise LayoutError("an entry has either parameters or a shape", where=where)
     if "shape" in table:
-        return FlatEntry(name, (("", _shape(table["shape"], where)),), align)
+        return FlatEntry(name, (("", _shape(table["shape"], where), 0),))
     listed = table["parameters"]
-    if not isinstance(listed, list) or not all(
-        isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and one[0] for one in listed
-    ):
-        raise LayoutError('parameters are a list of names with shapes: [["weight", [64, 32]], ...]', where=where)
-    return FlatEntry(name, tuple((one, _shape(shape, where)) for one, shape in listed), align)
+    if not isinstance(listed, list) or not all(map(_is_parameter, listed)):
+        hint = "where there are gaps between them, a third item is the element at which each begins"
+        said = 'parameters are a list of names with shapes: [["weight", [64, 32]], ...]'
+        raise LayoutError(said, where=where, hint=hint)
+    parameters, end = [], 0
+    for fqn, sizes, *given in listed:
+        shape, start = _shape(sizes, where), given[0] if given else end
+        if start < end:
+            raise LayoutError(f"{fqn!r} begins at {start}, before the end of the one in front, {end}", where=where)
+        parameters.append((fqn, shape, start))
+        end = start + prod(shape)
+    return FlatEntry(name, tuple(parameters))
+
+
+def _is_parameter(value: object) -> bool:
+    """Whether it is a name, something that may be a shape, and perhaps a first element."""
+    if not isinstance(value, list) or len(value) not in (2, 3) or not isinstance(value[0], str) or not value[0]:
+        return False
+    return len(value) == 2 or (type(value[2]) is int and value[2] >= 0)
 
 
 def _shape(value: object, where: str) -> tuple[int, ...]:
@@ -114,11 +134,29 @@ def with_flat_table(checkpoint: Checkpoint, path: str | os.PathLike[str] | None)
     ranks = names_of_ranks(manifest.tensors.fqns)
     needed = [*vectors, *(fqn for optimizer in optimizers for fqn in optimizer.vectors)]
     resolved = checkpoint.resolve([name for fqn in needed for name in ranks.get(fqn, {0: fqn}).values()])
-    cut = unflatten_all(resolved, vectors, optimizers)
-    n_parameters = sum(len(vector.flat.segments) for vector in vectors.values())
-    note = f"{counted(len(vectors), 'flat parameter', 'are')} {counted(n_parameters, 'parameter')}, as {source} says"
-    notes = (note, *(known for known in cut.notes if "cannot unflatten" not in known))
+    names = {".".join(map(str, (*v.before, s.fqn))) for v in vectors.values() for s in v.flat.segments} - {*vectors}
+    pieces = {fqn for fqn in (*resolved.tensors.fqns, *ranks) if fqn in names}
+    cut = unflatten_all(_without(resolved, pieces), vectors, optimizers)
+    said = f"{counted(len(vectors), 'flat parameter', 'are')} {counted(len(names), 'parameter')}, as {source} says"
+    if pieces:
+        said += f"; what ranks have of {some_of(sorted(pieces))} by itself is left out, which is part of them"
+    notes = (said, *(known for known in cut.notes if "cannot unflatten" not in known))
     return checkpoint.shown_as(cut.replace(notes=notes))
+
+
+def _without(manifest: Manifest, fqns: Collection[str]) -> Manifest:
+    """``manifest`` without tensors of these names, nor what single ranks have of them.
+
+    With ``use_orig_params=True`` FSDP1 saves each rank's views of a vector beside it.
+    """
+    of_ranks = names_of_ranks(manifest.tensors.fqns)
+    gone = {*fqns, *(name for fqn in fqns for name in of_ranks.get(fqn, {}).values())}
+    kept = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn not in gone]
+    info = {
+        key: [fqn for fqn in value if fqn not in fqns] if key in _OF_RANKS else value
+        for key, value in manifest.info.items()
+    }
+    return only_tensors(manifest, kept).replace(info=info)
 
 
 def _vectors(manifest: Manifest, table: Sequence[FlatEntry], source: str) -> dict[str, Vector]:
@@ -128,7 +166,7 @@ def _vectors(manifest: Manifest, table: Sequence[FlatEntry], source: str) -> dic
     """
     held = dict(_held(manifest))
     names = list(held)
-    last = [str(path[-1]) for path, _, _ in held.values()]
+    last = [str(path[-1]) for path, *_ in held.values()]
     found: dict[str, Vector] = {}
     for number, entry in enumerate(table, 1):
         where = f"{source}: flat {number}"
@@ -138,15 +176,15 @@ def _vectors(manifest: Manifest, table: Sequence[FlatEntry], source: str) -> dic
             hint = f"flat parameters here: {some_of(flat)}" if flat else "ckpt inspect lists the tensors"
             raise LayoutError(f"no tensor is called {entry.pattern!r}", where=where, hint=hint)
         for row in fits:
-            path, shape, n_parts = held[names[row]]
+            path, shape, is_placed, n_parts = held[names[row]]
             vector = entry.vector(path)
-            _check(names[row], vector.flat.numel, shape, max(n_parts, entry.align), where)
+            _check(names[row], vector.flat.numel, shape, 1 if is_placed and entry.is_dense else n_parts, where)
             found[names[row]] = vector
     return {name: found[name] for name in names if name in found}
 
 
-def _held(manifest: Manifest) -> Iterator[tuple[str, tuple[KeyPath, tuple[int, ...], int]]]:
-    """Each tensor, what ranks have apart as one: its path, its shape with all parts, and how many parts there are."""
+def _held(manifest: Manifest) -> Iterator[tuple[str, tuple[KeyPath, tuple[int, ...], bool, int]]]:
+    """Each tensor, ranks' parts as one: path, shape of all parts together, whether files place them, their number."""
     assumed = frozenset(manifest.info.get("replicated_by_assumption", ()))
     ranks = names_of_ranks(manifest.tensors.fqns)
     of_ranks = {name for names in ranks.values() for name in names.values()}
@@ -157,21 +195,21 @@ def _held(manifest: Manifest) -> Iterator[tuple[str, tuple[KeyPath, tuple[int, .
         n_chunks = len(manifest.chunks.rows_of(row))
         if fqn in assumed and len(shape) == 1:
             shape = (shape[0] * n_chunks,)
-        yield fqn, (manifest.tensors.record(row).path, shape, n_chunks)
+        yield fqn, (manifest.tensors.record(row).path, shape, fqn not in assumed, n_chunks)
     for fqn, names in ranks.items():
         metas = [manifest.tensor(name) for name in names.values()]
         path = metas[0].path
         shape = (sum(meta.numel for meta in metas),) if all(len(meta.shape) == 1 for meta in metas) else metas[0].shape
-        yield fqn, ((*path[:-1], str(path[-1]).rpartition("@rank")[0]), shape, len(metas))
+        yield fqn, ((*path[:-1], str(path[-1]).rpartition("@rank")[0]), shape, False, len(metas))
 
 
 def _check(fqn: str, numel: int, shape: tuple[int, ...], n_parts: int, where: str) -> None:
-    """The parameters fill the vector but for what rounds it up to equal parts."""
+    """The parameters fill the vector but for what rounds it up to ``n_parts`` equal ones."""
     if len(shape) != 1:
         raise LayoutError(f"{fqn!r} has shape {list(shape)}, a flat parameter has one dimension", where=where)
     if not numel <= shape[0] < numel + max(n_parts, 1):
         raise LayoutError(
             f"the parameters have {counted(numel, 'element')}, {fqn!r} has {shape[0]:,}",
             where=where,
-            hint="parameters are listed in the order of the module, all of them; align as FSDP1 pads them",
+            hint="parameters are listed in the order of the module, all of them, with what FSDP1 pads between them",
         )
