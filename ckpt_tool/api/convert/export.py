@@ -20,13 +20,12 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     whole_boxes,
 )
-from ckpt_tool.api.convert.flat import with_flat_table
 from ckpt_tool.api.convert.hf_names import HfNames, of_model, with_hf_names
 from ckpt_tool.api.convert.names import beside_model_notes, module_names, renamed
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
-from ckpt_tool.api.convert.selection import no_tensors, select_tensors
+from ckpt_tool.api.convert.selection import no_tensors, select_tensors, unflattened
 from ckpt_tool.api.convert.tied import without_tied
 from ckpt_tool.engine.base import Progress
 from ckpt_tool.errors import UsageError
@@ -144,7 +143,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
-        checkpoint = with_flat_table(checkpoint, flat)
+        checkpoint = unflattened(checkpoint, flat)
         selection = select_tensors(
             checkpoint,
             include=include,

@@ -117,16 +117,14 @@ def _shape(value: object, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def with_flat_table(checkpoint: Checkpoint, path: str | os.PathLike[str] | None) -> Checkpoint:
-    """The checkpoint with parameters in place of the vectors that a table's file describes; itself where there is none.
+def with_flat_table(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint with parameters in place of the vectors that a table's file describes.
 
     Raises:
         UsageError: the file cannot be read.
         LayoutError: it is no table, fits no tensor, or describes more or less than a vector holds.
         CoverageError: ranks of a vector are missing.
     """
-    if path is None:
-        return checkpoint
     source = os.fspath(path)
     manifest = checkpoint.manifest
     vectors = _vectors(manifest, load_flat_table(read_option_file(path, "flat parameters"), source), source)

@@ -17,12 +17,11 @@ from ckpt_tool.api.convert.conversion import (
     build_conversion,
     whole_boxes,
 )
-from ckpt_tool.api.convert.flat import with_flat_table
 from ckpt_tool.api.convert.mesh import data_size, mesh_of
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
 from ckpt_tool.api.convert.rank_state import Carried, by_name, carry_rank_state, without
 from ckpt_tool.api.convert.running import Running, execution_of
-from ckpt_tool.api.convert.selection import no_tensors, select_tensors
+from ckpt_tool.api.convert.selection import no_tensors, select_tensors, unflattened
 from ckpt_tool.api.convert.stored_boxes import Storing, boxes_by_rules
 from ckpt_tool.api.convert.taken import Taken
 from ckpt_tool.api.convert.target_options import check_target_options
@@ -163,7 +162,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
     checkpoint = open_checkpoint(source, memory_budget_bytes=execution.memory_budget_bytes)
     with ExitStack() as opened:
         opened.push(checkpoint)
-        checkpoint = with_flat_table(checkpoint, flat)
+        checkpoint = unflattened(checkpoint, flat)
         sections = ("model",) if to in _WEIGHTS_ALONE else None
         selection = select_tensors(checkpoint, include=include, exclude=exclude, sections=sections, unequal=unequal)
         manifest, blobs = selection.manifest, selection.load_objects(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ckpt_tool.api.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word, some_of
 
-__all__ = ["Selection", "no_tensors", "select_tensors"]
+__all__ = ["Selection", "no_tensors", "select_tensors", "unflattened"]
 
 _MAX_LOOKED_INTO = 64
 _MAX_LOOKED_INTO_NBYTES = 64 << 20
@@ -77,6 +78,19 @@ def _why_no_tensor(blob: Blob) -> str:
     """Why a format of tensors alone leaves an object out; arrays of numpy may be weights that were saved as such."""
     is_array = getattr(blob.value, "ndim", 0) > 0
     return "an array of numpy, which torch.save keeps as an object" if is_array else "not a tensor"
+
+
+def unflattened(checkpoint: Checkpoint, table: str | os.PathLike[str] | None) -> Checkpoint:
+    """The checkpoint with parameters in place of flat ones, as the table at a path says; itself without one.
+
+    Raises:
+        CkptError: see ``flat.with_flat_table``.
+    """
+    if table is None:
+        return checkpoint
+    from ckpt_tool.api.convert.flat import with_flat_table  # few conversions have a table
+
+    return with_flat_table(checkpoint, table)
 
 
 def select_tensors(
