@@ -235,8 +235,9 @@ UnequalAs = Annotated[
     option(
         "--unequal",
         WRITTEN,
-        "For tensors that differ between ranks when no file says how they join: take the first rank's (first), or join "
-        "them along a dimension (concat:DIM). Repeatable.",
+        "For tensors that differ between ranks when no file says how they join: take the first rank's (first), join "
+        "them along a dimension (concat:DIM), or as the model's family or a file cuts them (rules, rules:FILE). "
+        "Repeatable; the last one that fits counts.",
         "[GLOB=]HOW",
     ),
 ]

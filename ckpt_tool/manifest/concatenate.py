@@ -6,17 +6,26 @@ Nothing in the files says that they join like this: the caller does. Chunks keep
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from ckpt_tool.errors import CoverageError, UsageError
 from ckpt_tool.geometry.columns import distinct
-from ckpt_tool.manifest.model import KeyPath, Manifest
+from ckpt_tool.manifest.model import KeyPath, Manifest, TensorMeta
 from ckpt_tool.manifest.subset import only_tensors
-from ckpt_tool.manifest.tables import IntArray
+from ckpt_tool.manifest.tables import IntArray, TensorTable
 from ckpt_tool.records import dataclass
 
-__all__ = ["concatenate_ranks", "first_of_ranks", "names_of_ranks"]
+__all__ = [
+    "concatenate_ranks",
+    "first_of_ranks",
+    "fqn_without_rank",
+    "names_of_ranks",
+    "path_without_rank",
+    "split_ranks",
+]
 
 _OF_RANK = re.compile(r"(.+)@rank(\d+)")
 
@@ -33,6 +42,45 @@ def names_of_ranks(fqns: Sequence[str]) -> dict[str, dict[int, str]]:
         if match:
             found.setdefault(match[1], {})[int(match[2])] = fqn
     return found
+
+
+def fqn_without_rank(fqn: str) -> str:
+    """The name of which ``fqn`` is one rank's.
+
+    >>> fqn_without_rank("w@rank1")
+    'w'
+    """
+    match = _OF_RANK.fullmatch(fqn)
+    return match[1] if match else fqn
+
+
+def path_without_rank(path: KeyPath) -> KeyPath:
+    """The path of the tensor of which the one at ``path`` is one rank's."""
+    last = fqn_without_rank(str(path[-1])) if path else ""
+    return (*path[:-1], last) if path and last != str(path[-1]) else path
+
+
+def split_ranks(manifest: Manifest, fqns: Collection[str]) -> Manifest:
+    """``manifest`` with a tensor ``name@rank<r>`` for what each rank has of each of ``fqns``, where the tensor was.
+
+    One that ranks have apart already stays so.
+    """
+    wanted = {*fqns}
+    metas: list[TensorMeta] = []
+    owner = manifest.chunks.tensor.copy()
+    for row, meta in enumerate(manifest.tensors):
+        chunks = manifest.chunks.rows_of(row)
+        if meta.fqn not in wanted:
+            owner[chunks] = len(metas)
+            metas.append(meta)
+            continue
+        for chunk in chunks[np.argsort(manifest.chunks.rank[chunks], kind="stable")].tolist():
+            label = f"@rank{int(manifest.chunks.rank[chunk])}"
+            path = (*meta.path[:-1], f"{meta.path[-1]}{label}")
+            owner[chunk] = len(metas)
+            metas.append(replace(meta, fqn=f"{meta.fqn}{label}", path=path))
+    tensors = TensorTable.from_records(metas)
+    return manifest.replace(tensors=tensors, chunks=manifest.chunks.replace(tensor=owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +116,7 @@ def concatenate_ranks(manifest: Manifest, dims: Mapping[str, int]) -> Manifest:
             owner[part.chunks] = first
             at += int(manifest.tensors.shape[part.tensor, dim])
         shape[first, dim] = at
-        fqns[first], paths[first] = fqn, _without_rank(paths[first])
+        fqns[first], paths[first] = fqn, path_without_rank(paths[first])
         absorbed |= {part.tensor for part in parts if part.tensor != first}
     joined = manifest.replace(
         tensors=replace(manifest.tensors, fqns=tuple(fqns), shape=shape, paths=tuple(paths)),
@@ -94,7 +142,7 @@ def first_of_ranks(manifest: Manifest, fqns: Sequence[str]) -> Manifest:
     gone: set[int] = set()
     for fqn in fqns:
         first, *others = (manifest.tensor_id(name) for _, name in sorted(apart[fqn].items()))
-        names[first], paths[first] = fqn, _without_rank(paths[first])
+        names[first], paths[first] = fqn, path_without_rank(paths[first])
         gone.update(others)
     info = {**manifest.info, "kept_apart": [fqn for fqn in manifest.info.get("kept_apart", ()) if fqn not in fqns]}
     tensors = replace(manifest.tensors, fqns=tuple(names), paths=tuple(paths))
@@ -136,8 +184,3 @@ def _check(manifest: Manifest, fqn: str, dim: int, parts: Sequence[_Part]) -> No
             where=manifest.where,
             hint="take another dimension, or leave it out with --exclude",
         )
-
-
-def _without_rank(path: KeyPath) -> KeyPath:
-    match = _OF_RANK.fullmatch(str(path[-1])) if path else None
-    return (*path[:-1], match[1]) if match else path

@@ -111,7 +111,7 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
         tied: tensors that share bytes: ``keep`` writes each, ``drop`` the first only, ``auto`` drops when the source's
             config says that embeddings are tied.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
-            ``GLOB=concat:0``); None to stop.
+            ``rules`` of the model's family, ``rules:FILE``, ``GLOB=concat:0``); None to stop.
         flat: path of a table of what FSDP1's flat parameters hold, see ``convert.flat``.
         max_shard_nbytes: start a new file before this many bytes.
         share_blocks: pad headers of safetensors so that most tensors have the place within a block that they have in

@@ -113,7 +113,7 @@ def prepare_reshard(  # noqa: PLR0913 - one argument per option of the command
         rank_state: what to do with data-loader and random states of single ranks when the number of ranks changes;
             ``emit``, for a target of Megatron: random states as at the start of a run.
         unequal: rules for tensors that differ between ranks though no file says how they join (``first``, ``concat:0``,
-            ``GLOB=concat:0``); None to stop.
+            ``rules`` of the model's family, ``rules:FILE``, ``GLOB=concat:0``); None to stop.
         flat: path of a table of what FSDP1's flat parameters hold, see ``convert.flat``.
         optim_style: how optimizers name their state: by number (``ids``), by parameter (``fqn``), or by parameter in
             one flat table with every hyperparameter (``fqn-flat``); None as in the source.

@@ -111,8 +111,9 @@ def select_tensors(
         exclude: globs or ``re:`` patterns of tensors and objects.
         sections: ``model``, ``optimizer``, ``other``; None for all.
         unequal: rules for tensors of which ranks hold different values, and nothing says what each is a part of:
-            ``first`` takes the first rank's, ``concat:0`` puts them one behind another along a dimension, both also
-            for some names only (``GLOB=concat:0``); None to stop.
+            ``first`` takes the first rank's, ``concat:0`` puts them one behind another along a dimension, ``rules``
+            as the rules of the model's family cut them, ``rules:FILE`` as those of a file, each also for some names
+            only (``GLOB=concat:0``); None to stop.
 
     Raises:
         NotFound: nothing matches.

@@ -20,7 +20,7 @@ from ckpt_tool.manifest.tables import TensorTable
 from ckpt_tool.plan.assign import choose_replicas
 from ckpt_tool.records import dataclass
 
-__all__ = ["Storing", "boxes_by_rules", "placed_by_rules"]
+__all__ = ["Storing", "boxes_by_rules", "numbered_parameters", "placed_by_rules"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def placed_by_rules(
         dp_mode=dp_mode,
         default=default,
         stages=stages,
-        numbered=_numbered_parameters(manifest),
+        numbered=numbered_parameters(manifest),
     )
     return placed, evidence if needs_rules else ()
 
@@ -119,7 +119,7 @@ def _stored(placed: Placed, tensors: TensorTable, mesh: Mesh, storing: Storing) 
     return BoxTable(placed.tensor[rows[order]], offsets[order], sizes[order], placed.rank[rows[order]])
 
 
-def _numbered_parameters(manifest: Manifest) -> dict[int, str]:
+def numbered_parameters(manifest: Manifest) -> dict[int, str]:
     """Names of the parameters that an optimizer numbers; empty with several optimizers, whose numbers may differ."""
     if not any(isinstance(key, int) for path in manifest.tensors.paths or () for key in path):
         return {}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ckpt_tool.api.checkpoint import Checkpoint
-from ckpt_tool.errors import IntegrityError, UsageError
+from ckpt_tool.errors import IntegrityError, LayoutError, UsageError
+from ckpt_tool.layout.family import detect_family
+from ckpt_tool.layout.names import spellings
 from ckpt_tool.manifest.concatenate import concatenate_ranks, first_of_ranks, names_of_ranks
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
@@ -15,39 +18,48 @@ from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
+if TYPE_CHECKING:
+    from ckpt_tool.api.convert.ranks_by_rules import JoinByRules
+
 __all__ = ["Settled", "UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
 _ASSUMED = ("replicated_by_assumption", "copies_of_ranks")
 """Lists of tensors that count as replicas though no writer compared them; the second has those of DCP without
 collectives, and the norms and biases of Megatron's and DeepSpeed's tensor-parallel ranks."""
-_RULE = r"(?:(?P<pattern>.+)=)?(?:first|concat:(?P<dim>\d))"
+_RULE = r"(?:(?P<pattern>[^=]+)=)?(?P<how>first|concat|rules)(?::(?P<what>.+))?"
 
 
 @dataclass(frozen=True, slots=True)
 class UnequalRule:
-    """``pattern`` (all where None) is joined along ``dim``, or is the first rank's where that is None."""
+    """What becomes of tensors that fit a pattern."""
 
     pattern: str | None
-    dim: int | None
+    """All where None."""
+    how: str
+    """``first``: the first rank's is taken; ``concat``: joined along ``dim``; ``rules``: as the rules say."""
+    dim: int | None = None
+    file: str | None = None
+    """Path of the rules, None for those of the family that the names fit."""
 
 
 def parse_unequal(texts: str | Sequence[str] | None) -> tuple[UnequalRule, ...]:
-    """Rules as people type them: ``first``, ``concat:0``, ``GLOB=concat:1``.
+    """Rules as people type them: ``first``, ``concat:0``, ``GLOB=concat:1``, ``rules``, ``rules:FILE``.
 
     Raises:
         UsageError: not of that form.
 
     >>> parse_unequal("*.bias=concat:0")
-    (UnequalRule(pattern='*.bias', dim=0),)
+    (UnequalRule(pattern='*.bias', how='concat', dim=0, file=None),)
     """
     rules = []
     for text in [texts] if isinstance(texts, str) else texts or ():
         match = re.fullmatch(_RULE, text)
-        if match is None:
-            raise UsageError(
-                f"--unequal {text!r} is no rule", hint="write first, concat:DIM, GLOB=first or GLOB=concat:DIM"
-            )
-        rules.append(UnequalRule(match["pattern"], None if match["dim"] is None else int(match["dim"])))
+        pattern, how, what = match.groups() if match else (None, "", None)
+        if not how or (how == "concat") != (what is not None and what.isdecimal()) or (how == "first" and what):
+            hint = "write first, concat:DIM, rules or rules:FILE, each also for some names only: GLOB=concat:DIM"
+            raise UsageError(f"--unequal {text!r} is no rule", hint=hint)
+        dim, file = (int(what), None) if what is not None and how == "concat" else (None, what)
+        rules.append(UnequalRule(pattern, how, dim, file))
     return tuple(rules)
 
 
@@ -59,6 +71,8 @@ class Settled:
     """By fqn, the dimension along which ranks' parts are put one behind another."""
     first: tuple[str, ...]
     """Names under which each rank has a tensor of its own, where the first rank's is the one to take."""
+    by_rules: JoinByRules | None = None
+    """What is put together as rules say."""
 
 
 def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[UnequalRule]) -> Settled:
@@ -72,7 +86,7 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
     """
     manifest = checkpoint.manifest
     apart = [fqn for fqn in names_of_ranks(fqns) if fqn in manifest.info.get("kept_apart", ())]
-    takes_first = all(rule == UnequalRule(None, None) for rule in rules) and bool(rules)
+    takes_first = all(rule == UnequalRule(None, "first") for rule in rules) and bool(rules)
     unequal = _unequal(checkpoint, set() if takes_first else set(fqns), apart)
     by_fqn = _by_fqn(rules, [*fqns, *apart])
     open_ = [fqn for fqn in unequal if fqn not in by_fqn]
@@ -82,11 +96,21 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
             f"{counted(len(open_), 'tensor', 'differ')} between ranks and nothing says how they join ({names}); "
             f"{unequal[open_[0]].message}",
             where=checkpoint.url,
-            hint=_hint(open_[0], manifest, is_apart=open_[0] in apart),
+            hint=_by_rules_hint(open_, [*fqns, *apart]) + _hint(open_[0], manifest, is_apart=open_[0] in apart),
         )
+    parted = [fqn for fqn in dict.fromkeys((*unequal, *apart)) if fqn in by_fqn]
+    ruled = [fqn for fqn in parted if by_fqn[fqn].how == "rules"]
+    join = None
+    if ruled:
+        from ckpt_tool.api.convert.ranks_by_rules import join_by_rules
+
+        assumed = {fqn for key in _ASSUMED for fqn in manifest.info.get(key, ())} - {*parted}
+        same = [fqn for fqn, rule in by_fqn.items() if rule.how == "rules" and fqn in assumed]
+        join = join_by_rules(checkpoint, ruled, same, by_fqn[ruled[-1]].file)
     return Settled(
-        {fqn: dim for fqn in dict.fromkeys((*unequal, *apart)) if (dim := by_fqn.get(fqn)) is not None},
-        tuple(fqn for fqn in apart if fqn in by_fqn and by_fqn[fqn] is None),
+        {fqn: dim for fqn in parted if (dim := by_fqn[fqn].dim) is not None},
+        tuple(fqn for fqn in apart if fqn in by_fqn and by_fqn[fqn].how == "first"),
+        join,
     )
 
 
@@ -102,6 +126,9 @@ def apply_unequal(manifest: Manifest, settled: Settled) -> tuple[Manifest, tuple
         manifest = first_of_ranks(manifest, settled.first)
         what = counted(len(settled.first), "tensor", "are")
         notes.append(f"{what} the first rank's, as --unequal says: {_shown(settled.first)}")
+    if settled.by_rules is not None:
+        manifest = settled.by_rules.apply(manifest)
+        notes += settled.by_rules.notes
     return manifest, tuple(notes)
 
 
@@ -109,14 +136,14 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
 
 
-def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, int | None]:
-    """The dimension (None: the first rank's) of each tensor that a rule fits."""
-    found: dict[str, int | None] = {}
+def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, UnequalRule]:
+    """The last rule that fits each tensor."""
+    found: dict[str, UnequalRule] = {}
     for rule in rules:
         hits = range(len(fqns)) if rule.pattern is None else matching(rule.pattern, fqns)
         if not hits:
             raise UsageError(f"no tensor matches {rule.pattern!r} of --unequal among {len(fqns):,}")
-        found.update({fqns[row]: rule.dim for row in hits})
+        found.update({fqns[row]: rule for row in hits})
     return found
 
 
@@ -134,6 +161,16 @@ def _unequal(checkpoint: Checkpoint, fqns: set[str], apart: Sequence[str]) -> di
         for finding in checkpoint.reader.check(checkpoint.source, only)
         if finding.kind in ("different-replicas", "different-shapes") and finding.severity is Severity.ERROR
     }
+
+
+def _by_rules_hint(unequal: Sequence[str], fqns: Sequence[str]) -> str:
+    """What to type where rules of the family that ``fqns`` fit cover all tensors that differ."""
+    try:
+        family = detect_family(fqns).family
+    except LayoutError:
+        return ""
+    is_covered = all(any(family.match(s.parameter) for s in spellings(fqn, {})) for fqn in unequal)
+    return f"join tensor-parallel parts as the rules of {family.name} say with --unequal rules, " if is_covered else ""
 
 
 def _hint(fqn: str, manifest: Manifest, *, is_apart: bool) -> str:
