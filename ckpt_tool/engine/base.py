@@ -105,3 +105,5 @@ class RunReport:
     """Where they were asked for."""
     shared_nbytes: int = 0
     """Bytes of the target that are blocks of the source's files, which a file system shared instead of copying."""
+    proven_nbytes: int = 0
+    """Bytes of the target's tensors that are what checksums in the source's files say; with digests only."""

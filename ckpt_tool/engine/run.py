@@ -19,6 +19,7 @@ from ckpt_tool.engine.base import CastEffect, CastReport, EngineOptions, Guard, 
 from ckpt_tool.engine.clones import Clones
 from ckpt_tool.engine.journal import Journal, UnitRecord
 from ckpt_tool.engine.moving import Job, move_units, unit_nbytes
+from ckpt_tool.engine.recorded import check_recorded
 from ckpt_tool.engine.run_share import run_remote_share, run_share, units_of, units_of_files
 from ckpt_tool.engine.sinks import OrderedSink, RandomSink, Sink
 from ckpt_tool.engine.team import Leader, Member, Share, records_of_processes
@@ -58,6 +59,7 @@ def run_plan(
     Raises:
         StorageError: no space, or the storage failed, or another process did; the unfinished target stays and can be
             resumed. Or the source has changed.
+        IntegrityError: what was read is not what the source's files record of it; needs digests.
         UsageError: several processes, and a target that knows one only; or they do not fit together.
     """
     clones = None
@@ -137,13 +139,14 @@ def _run(job: Job, leader: Leader | RemoteLeader | None) -> Iterator[Progress | 
     )
     if job.guard is not None:
         job.guard.check()
-    target.commit(layout.commit_path)
-    casts = _cast_reports(plan, done)
-    taken = None
+    taken, proven = None, 0
     if job.digests is not None:
         taken = job.digests.digests([row for record in done.values() for row in record.digests])
+        proven = check_recorded(plan, job.store, taken)
+    target.commit(layout.commit_path)
+    casts = _cast_reports(plan, done)
     shared = 0 if job.clones is None else int(job.clones.shared_nbytes().sum())
-    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken, shared)
+    yield RunReport(plan.stats.read_nbytes, moved, resumed, time.perf_counter() - started, casts, taken, shared, proven)
 
 
 def _begun(job: Job, leader: Leader | RemoteLeader | None) -> tuple[Journal | None, dict[int, UnitRecord]]:

@@ -12,8 +12,8 @@ from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._dcp.item_kinds import ItemKinds, MemberSum
 from ckpt_tool.formats._dcp.items import is_zip
-from ckpt_tool.formats._dcp.merged import read_merged
 from ckpt_tool.formats._dcp.objects import ZSTD_KIND
+from ckpt_tool.formats._merged import read_merged
 from ckpt_tool.formats._zip.container import Fault, finding_of_fault
 from ckpt_tool.formats.base import Checksum, Source
 from ckpt_tool.geometry.columns import distinct

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats._dcp.items import item_fault
-from ckpt_tool.formats._dcp.merged import read_merged
+from ckpt_tool.formats._merged import read_merged
 from ckpt_tool.formats._pickle.load import load_pickle
 from ckpt_tool.formats._zip.directory import Read, read_directory, read_member
 from ckpt_tool.formats.base import Source

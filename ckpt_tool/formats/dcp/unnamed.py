@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload
 from ckpt_tool.formats._resolved import ResolvedReader
+from ckpt_tool.formats._zip.descriptor import DESCRIPTOR_NBYTES, descriptor_crc32
 from ckpt_tool.formats._zip.head import parse_item_head
 from ckpt_tool.formats.base import Checksum, Probe, Source
 from ckpt_tool.formats.dcp.blob import BlobTensor, header_nbytes, parse_blob
@@ -24,8 +25,8 @@ from ckpt_tool.sizes import counted
 __all__ = ["READER", "SUFFIX", "UnnamedItemsReader", "walked_items"]
 
 SUFFIX = ".distcp"
-_LOCAL_HEADER, _END_RECORD, _DESCRIPTOR = b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08"
-_END_NBYTES, _DESCRIPTOR_NBYTES = 22, 16
+_LOCAL_HEADER, _END_RECORD = b"PK\x03\x04", b"PK\x05\x06"
+_END_NBYTES = 22
 _SEARCHED_NBYTES = 64 << 10
 _MAX_HEADER = 1 << 30
 
@@ -103,12 +104,11 @@ class UnnamedItemsReader(ResolvedReader):
         for row in range(len(manifest.chunks)):
             chunk = manifest.chunks.record(row, manifest.tensors, manifest.files)
             end = chunk.where.end
-            if end + _DESCRIPTOR_NBYTES > source.listing.nbytes(chunk.where.path) or not chunk.where.length:
-                continue
-            behind = source.store.read(chunk.where.path, end, _DESCRIPTOR_NBYTES)
-            size = int.from_bytes(behind[8:12], "little")
-            if behind.startswith(_DESCRIPTOR) and size == chunk.where.length & 0xFFFFFFFF:
-                yield Checksum(chunk.where, int.from_bytes(behind[4:8], "little"), chunk.fqn)
+            nbytes = min(source.listing.nbytes(chunk.where.path) - end, DESCRIPTOR_NBYTES)
+            if chunk.where.length and nbytes > 0:
+                crc32 = descriptor_crc32(source.store.read(chunk.where.path, end, nbytes), chunk.where.length)
+                if crc32 is not None:
+                    yield Checksum(chunk.where, crc32, chunk.fqn)
 
 
 def walked_items(source: Source, path: str, nbytes: int, heads: ItemHeads) -> Iterator[tuple[int, int, Payload | None]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_tool.errors import CkptError, FormatError
 from ckpt_tool.formats._dcp.items import HEAD_NBYTES, ItemHeads, Payload, item_fault, payload_from_directory
-from ckpt_tool.formats._dcp.merged import read_merged
+from ckpt_tool.formats._merged import read_merged
 from ckpt_tool.formats.base import Source
 from ckpt_tool.geometry.columns import distinct
 from ckpt_tool.manifest.model import FileRange, Manifest

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tool.formats._dcp.merged import merge, read_merged
+from ckpt_tool.formats._merged import merge, read_merged
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import ReadCost
 from tests.storage.recording import RecordingStore
