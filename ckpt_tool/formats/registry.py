@@ -52,6 +52,7 @@ _READERS: tuple[tuple[str, str, str], ...] = (
     # before safetensors, of which transformers' Trainer puts the weights alone beside them
     ("ckpt_tool.formats.deepspeed.reader", "READER", r"_states\.pt$|(^|/)latest$|(^|/)zero/"),
     ("ckpt_tool.formats.deepspeed.universal", "READER", r"(^|/)zero/|latest_universal$"),
+    ("ckpt_tool.formats.safetensors.plain_ranks", "READER", r"rank[._-]?\d+[^/]*\.safetensors$"),
     ("ckpt_tool.formats.safetensors.index_file", "READER", r"\.safetensors(\.index\.json)?$"),
     ("ckpt_tool.formats.safetensors.single", "READER", r"\.safetensors$|^[^/]*$"),
     ("ckpt_tool.formats.torch_save.hf_bin", "READER", r"\.bin(\.index\.json)?$"),

@@ -165,6 +165,7 @@ def _join(manifest: Manifest, fqns: Sequence[str], rules: RuleSet, ranks: RankGr
     placed = place(list(fqns), whole, Mesh(("tp",), (len(ranks.groups),)), rules, numbered=numbered)
     views = []
     for row, fqn in enumerate(fqns):
+        _check_reckoned(fqn, placed.layouts[row].parts, rules, manifest)
         boxes = [np.flatnonzero((placed.tensor == row) & (placed.rank == rank)) for rank in range(len(ranks.groups))]
         ndim = len(whole[row])
         held = [
@@ -186,6 +187,30 @@ def _join(manifest: Manifest, fqns: Sequence[str], rules: RuleSet, ranks: RankGr
     }
     order = dict.fromkeys(fqn_without_rank(fqn) if fqn in parted else fqn for fqn in split.tensors.fqns)
     return only_tensors(joined, [joined.tensor_id(fqn) for fqn in order]).replace(info=info)
+
+
+def _check_reckoned(fqn: str, parts: tuple[int, ...], rules: RuleSet, manifest: Manifest) -> None:
+    """Parts of a fused tensor that rules reckon from its shape are those of the config beside it.
+
+    Whole tensors are looked at by such rules; what ranks have may hold a key and value head several times.
+
+    Raises:
+        LayoutError: they are others, or there is no config.
+    """
+    rule = next((found.rule for s in spellings(fqn, {}) if (found := rules.match(s.parameter))), None)
+    if rule is None or all(isinstance(part, int) for part in rule.parts):
+        return
+    config = manifest.info.get("config", {})
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    width = config.get("head_dim") or (config.get("hidden_size") or 0) // (heads or 1)
+    known = (heads * width, kv_heads * width, kv_heads * width) if heads and kv_heads and width else None
+    if parts != known:
+        said = "no config.json tells them" if known is None else f"config.json says {list(known)}"
+        raise LayoutError(
+            f"the rules of {rules.name} reckon parts of {list(parts)} in {fqn!r} from its shape, and {said}",
+            where=manifest.where,
+            hint='give rules with the sizes: --unequal rules:FILE, kind = "fused", parts = [...]',
+        )
 
 
 def _dim_cut(

@@ -20,6 +20,7 @@ RECOGNISED = {
     "dcp-hf": "shard-<N>-model-<N>-of-<N>.safetensors",
     "deepspeed": "*mp_rank_*_model_states.pt, here or in the folder that latest names",
     "deepspeed-universal": "zero/<parameter>/fp32.pt",
+    "safetensors-ranks": ".safetensors files whose names differ in a rank number",
     "safetensors-index": "*.safetensors.index.json, or several .safetensors at the top",
     "safetensors": "one .safetensors, by name or by its header",
     "hf-bin": "*.bin.index.json",

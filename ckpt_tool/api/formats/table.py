@@ -72,6 +72,7 @@ _FACTS: dict[str, tuple[str, tuple[Proof, ...]]] = {
         read(_TORCH, HuggingFaceStorageWriter="torch/hf_dcp_sharded/ckpt"),
     ),
     "rank-files": ("one safetensors file per rank, with its place in the mesh", ()),
+    "safetensors-ranks": ("safetensors files of ranks (vLLM, TensorRT-LLM), put together by rules", ()),
     "safetensors-index": (
         "safetensors in several files",
         (

@@ -16,14 +16,15 @@ from ckpt_tool.records import dataclass
 
 __all__ = ["RankFile", "RankFileSet", "find_sets", "rank_file"]
 
-_RANK, _SHARD = (
+_TORCH_SUFFIXES = "pt|pth|bin|ckpt|pkl"
+_RANK, _SHARD, _SAFETENSORS = (
     re.compile(
         rf"(?P<stem>.*?)(?:[._-]?world_?size[._-]?(?P<world>[0-9]{{1,7}}))?[._-]?{word}[._-]?(?P<rank>0*[0-9]{{1,7}})"
         r"(?:[._-]of[._-](?P<of>0*[0-9]{1,7}))?"
-        r"(?P<rest>(?:[._-][A-Za-z0-9]+)*?)\.(?P<suffix>pt|pth|bin|ckpt|pkl)",
+        rf"(?P<rest>(?:[._-][A-Za-z0-9]+)*?)\.(?:{suffixes})",
         re.IGNORECASE,
     )
-    for word in ("rank", "shard")
+    for word, suffixes in (("rank", _TORCH_SUFFIXES), ("shard", _TORCH_SUFFIXES), ("rank", "safetensors"))
 )
 # Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
 _OTHER_AXES = re.compile(r"(?<![A-Za-z0-9])(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
@@ -85,8 +86,8 @@ class RankFileSet:
         )
 
 
-def rank_file(path: str) -> RankFile | None:
-    """What a file's name says about it, None when it names no rank.
+def rank_file(path: str, *, is_safetensors: bool = False) -> RankFile | None:
+    """What the name of a torch file, or of a safetensors one, says about it; None when it names no rank.
 
     >>> found = rank_file("optim_world_size_4_rank_3.pt")
     >>> found.kind, found.rank, found.world_size
@@ -95,7 +96,7 @@ def rank_file(path: str) -> RankFile | None:
     (True, 1)
     """
     name = path.rpartition("/")[2]
-    match = _RANK.fullmatch(name) or _SHARD.fullmatch(name)
+    match = _SAFETENSORS.fullmatch(name) if is_safetensors else _RANK.fullmatch(name) or _SHARD.fullmatch(name)
     if match is None or _OTHER_AXES.search(match["stem"]):
         return None
     label = f"{match['stem']}{match['rest']}"
@@ -107,13 +108,14 @@ def rank_file(path: str) -> RankFile | None:
     return RankFile(path, kind, family, int(match["rank"]), world_size, match["rank"])
 
 
-def find_sets(paths: Iterable[str]) -> list[RankFileSet]:
+def find_sets(paths: Iterable[str], *, is_safetensors: bool = False) -> list[RankFileSet]:
     """The sets among files of one folder, the largest first, then the newest.
 
     Sets differ in the world size that their names state, or in a step. A name that states no world size makes a set
     only together with others that state none.
     """
-    found = [file for file in map(rank_file, paths) if file is not None]
+    told = (rank_file(path, is_safetensors=is_safetensors) for path in paths)
+    found = [file for file in told if file is not None]
     saves = _saves({file.family for file in found})
     newest = max((save for save in saves.values() if save is not None), default=None)
     by_world: dict[tuple[int | None, int], list[RankFile]] = {}
