@@ -24,10 +24,12 @@ from typing import Any
 
 from ckpt_tool.errors import FormatError
 from ckpt_tool.manifest.alias import with_aliases
+from ckpt_tool.manifest.concatenate import names_of_ranks
 from ckpt_tool.manifest.flat_optimizers import flat_optimizers, unflatten_all
 from ckpt_tool.manifest.flat_parameters import FlatParameter, Segment, Vector
 from ckpt_tool.manifest.model import Manifest, TensorMeta
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted
 
 __all__ = ["METADATA_KEY", "ShardMetadata", "parse_shard_metadata"]
 
@@ -67,19 +69,35 @@ class ShardMetadata:
         """``manifest`` with parameters in place of ``vectors``, and with the second names of shared ones.
 
         Raises:
-            FormatError: ranks hold less of a vector than the record says is in it.
+            FormatError: ranks hold more or less of a vector than the record says is in it, or names occur twice.
         """
+        for fqn, vector in vectors.items():
+            _check_length(manifest, fqn, vector.flat.numel)
         cut = unflatten_all(manifest, vectors, flat_optimizers(manifest, list(vectors.values())))
-        before = {vector.before for vector in vectors.values()}
-        aliases = []
-        for keys in before:
+        aliases: dict[str, tuple[int, TensorMeta]] = {}
+        for keys in {vector.before for vector in vectors.values()}:
             for source, copy in self.shared:
                 row = cut.tensors.index.get(".".join(map(str, (*keys, source))))
                 path = (*keys, copy)
                 fqn = ".".join(map(str, path))
                 if row is not None and fqn not in cut.tensors.index:
-                    aliases.append((row, replace(cut.tensors.record(row), fqn=fqn, path=path)))
-        return with_aliases(cut, aliases)
+                    aliases[fqn] = row, replace(cut.tensors.record(row), fqn=fqn, path=path)
+        return with_aliases(cut, list(aliases.values()))
+
+
+def _check_length(manifest: Manifest, fqn: str, numel: int) -> None:
+    """Ranks hold equal parts of a vector of ``numel`` elements, padded as little as that needs."""
+    own = names_of_ranks(manifest.tensors.fqns).get(fqn, {}).values()
+    parts = [manifest.tensor(name).numel for name in own]
+    if not parts:
+        row = manifest.tensor_id(fqn)
+        parts = [int(manifest.tensors.numel[row])] * max(len(manifest.chunks.rows_of(row)), 1)
+    if not numel <= sum(parts) < numel + len(parts):
+        raise FormatError(
+            f"{METADATA_KEY!r} records {counted(numel, 'element')}, ranks hold {sum(parts):,} in "
+            f"{counted(len(parts), 'part')}",
+            where=f"{manifest.where}: {fqn}",
+        )
 
 
 def _name(meta: TensorMeta) -> str:
@@ -150,7 +168,14 @@ def _flat_parameter(names: Iterable[str], shapes: Iterable[Any], numels: Iterabl
     return FlatParameter(at, tuple(segments))
 
 
-def _joined(module: str, name: str) -> str:
+def _joined(module: Any, name: Any) -> str:
+    """The name of what a module has under ``name``.
+
+    Raises:
+        TypeError: one of the two is no text.
+    """
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError(f"the name {name!r} in {module!r}")
     return f"{module}.{name}" if module else name
 
 

@@ -136,6 +136,16 @@ def test_missing_ranks_leave_vectors(library: Callable[[int], list[dict[str, Any
         assert checkpoint.manifest.info["missing_files"] == [f"checkpoint_last-shard{lost}.pt"]
 
 
+def test_a_record_of_less_than_ranks_hold_is_refused(tmp_path: Path) -> None:
+    """What it does not name would be lost without a word."""
+    files = fairscale(2)
+    held = files[0]["shard_metadata"]["param_metadata"][1]["params"]["flat_param_0"]  # the same for both
+    held.update(names=["weight"], shapes=[torch.Size([3, 4])], numels=[12])
+    write(tmp_path, {f"ckpt-shard{rank}.pt": file for rank, file in enumerate(files)})
+    with pytest.raises(FormatError, match="records 12 elements, ranks hold 16 in 2 parts"):
+        ckpt_tool.open(tmp_path)
+
+
 def test_a_record_that_contradicts_itself_is_refused() -> None:
     """A shape of other sizes than the elements that are counted for it, and a record without a field."""
     record = fairscale(1)[0]["shard_metadata"]
