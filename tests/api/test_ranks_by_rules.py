@@ -79,6 +79,23 @@ def test_copies_are_told_by_content(tmp_path: Path) -> None:
     assert any("2 tensor-parallel ranks (0, 1), 2 copies of each" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_pipeline_stages(tmp_path: Path, is_slow: bool) -> None:
+    """Stages have tensors of their own, and share the embedding: which two ranks have parts is told for each tensor."""
+    model = whole()
+
+    def state(rank: int) -> dict[str, torch.Tensor]:
+        stage, tp = (rank % 2, rank // 2) if is_slow else (rank // 2, rank % 2)
+        of_stage = {fqn for fqn in model if f".layers.{1 - stage}." not in fqn and (fqn != "norm.weight" or stage)}
+        return {fqn: part(fqn, v, tp, 2) for fqn, v in model.items() if fqn in of_stage}
+
+    source = ranks(tmp_path / "a", 4, state)
+    found = exported(source, tmp_path / "b")
+    assert_equal({fqn: found[fqn] for fqn in model}, model)
+    plan = ckpt_tool.plan_export(source, tmp_path / "c", unequal="rules")
+    assert any("2 tensor-parallel ranks, of 4 with other stages and copies" in note for note in plan.notes)
+
+
 def test_parts_of_different_sizes(tmp_path: Path) -> None:
     """Twenty rows over three ranks are 7, 7 and 6: torch.chunk's cut, which the rules know too."""
     model = {fqn: v for fqn, v in whole().items() if "embed" in fqn or "norm" in fqn}
@@ -173,7 +190,7 @@ def test_ranks_that_disagree_about_copies(tmp_path: Path) -> None:
         return {**own, odd: part(odd, model[odd], rank // 2, 2)}
 
     source = ranks(tmp_path / "a", 4, state)
-    with pytest.raises(IntegrityError, match=r"of 'model.layers.1.self_attn.k_proj.weight' 2"):
+    with pytest.raises(IntegrityError, match=rf"ranks hold 4 parts of .*, and 2 of '{odd}'"):
         ckpt_tool.export(source, tmp_path / "b", unequal="rules")
 
 

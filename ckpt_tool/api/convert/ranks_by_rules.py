@@ -8,7 +8,7 @@ fused one are cut by themselves. Where the two do not agree, nothing is joined.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -33,74 +33,74 @@ from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, some_of
 
-__all__ = ["JoinByRules", "RankGroups", "groups_of_ranks", "join_by_rules"]
+__all__ = ["JoinByRules", "groups_of_ranks", "join_by_rules"]
 
 
 Shape: TypeAlias = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroups:
-    """Ranks that hold the same of every tensor, in order of the first of each group: one for each part."""
-
-    groups: tuple[tuple[int, ...], ...]
-
-    def __str__(self) -> str:
-        """As notes say it.
-
-        >>> str(RankGroups(((0, 2), (1, 3))))
-        '2 tensor-parallel ranks (0, 1), 2 copies of each'
-        """
-        first = some_of([group[0] for group in self.groups], 8)
-        n_copies = len(self.groups[0])
-        copies = f", {n_copies} copies of each" if n_copies > 1 else ""
-        return f"{counted(len(self.groups), 'tensor-parallel rank')} ({first}){copies}"
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+"""Ranks that hold the same of a tensor, in order of the first of each group: one group for each part."""
 
 
-def groups_of_ranks(checkpoint: Checkpoint, fqns: Sequence[str]) -> RankGroups:
-    """Which ranks hold the same of tensors that differ between some of them.
+def groups_of_ranks(checkpoint: Checkpoint, fqns: Sequence[str]) -> dict[str, Groups]:
+    """Which ranks hold the same of tensors that differ between some of them; as many groups for each tensor.
 
-    Costs the checksums that the files record, or the bytes where there are none.
+    Ranks of another pipeline stage have other tensors, and what several stages have is in copies. Costs the checksums
+    that the files record, or the bytes where there are none.
 
     Args:
         checkpoint: what ``fqns`` are of; a tensor that ranks have apart is named without its rank.
         fqns: tensors without a placement, not the same on all ranks.
 
     Raises:
-        IntegrityError: tensors tell different groups, or groups of different sizes.
+        IntegrityError: tensors have other numbers of groups, or groups of one have different sizes.
     """
-    values = _values(checkpoint, fqns)
-    found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for fqn, by_rank in values.items():
+    found: dict[str, Groups] = {}
+    for fqn, by_rank in _values(checkpoint, fqns).items():
         alike: dict[object, list[int]] = {}
         for rank, value in sorted(by_rank.items()):
             alike.setdefault(value, []).append(rank)
-        found.setdefault(tuple(sorted(map(tuple, alike.values()))), []).append(fqn)
-    (groups, names), *others = sorted(found.items(), key=lambda item: -len(item[0]))
+        found[fqn] = tuple(sorted(map(tuple, alike.values())))
+        if len({len(group) for group in found[fqn]}) > 1:
+            raise IntegrityError(
+                f"{fqn!r}: ranks {some_of(found[fqn])} hold the same, which are no equal numbers of copies",
+                where=checkpoint.url,
+                hint=f"say how it joins by a rule of its own: --unequal '{fqn}=first' or '{fqn}=concat:DIM'",
+            )
+    most = max(found, key=lambda fqn: len(found[fqn]))
+    others = [fqn for fqn, groups in found.items() if len(groups) < len(found[most])]
     if others:
-        _, other_names = others[0]
         raise IntegrityError(
-            f"which ranks hold the same differs: of {names[0]!r} they have {counted(len(groups), 'value')}, of "
-            f"{other_names[0]!r} {len(others[0][0])}",
+            f"ranks hold {counted(len(found[most]), 'part')} of {most!r}, and {len(found[others[0]])} of {others[0]!r}",
             where=checkpoint.url,
-            hint=f"say how {some_of(other_names)} joins by a rule of its own: --unequal GLOB=first or GLOB=concat:DIM",
+            hint=f"say how {some_of(others)} joins by a rule of its own: --unequal GLOB=first or GLOB=concat:DIM",
         )
-    if len({len(group) for group in groups}) > 1:
-        raise IntegrityError(
-            f"{names[0]!r}: ranks {some_of(groups)} hold the same, which are no equal numbers of copies",
-            where=checkpoint.url,
-            hint="say how it joins with a rule of its own: --unequal GLOB=first or GLOB=concat:DIM",
-        )
-    return RankGroups(groups)
+    return found
+
+
+def _said(groups: Collection[Groups]) -> str:
+    """What tensors are put together of, as a note says it.
+
+    >>> _said([((0, 2), (1, 3))])
+    '2 tensor-parallel ranks (0, 1), 2 copies of each'
+    """
+    first, *others = dict.fromkeys(groups)
+    said = counted(len(first), "tensor-parallel rank")
+    if others:
+        n_ranks = len({rank for group in groups for ranks in group for rank in ranks})
+        return f"{said}, of {n_ranks:,} with other stages and copies"
+    copies = f", {len(first[0])} copies of each" if len(first[0]) > 1 else ""
+    return f"{said} ({some_of([group[0] for group in first], 8)}){copies}"
 
 
 @dataclass(frozen=True, slots=True)
 class JoinByRules:
     """Which tensors are joined, and by what."""
 
-    fqns: tuple[str, ...]
+    groups: Mapping[str, Groups]
+    """By name."""
     rules: RuleSet
-    ranks: RankGroups
     notes: tuple[str, ...]
 
     def apply(self, manifest: Manifest) -> Manifest:
@@ -109,7 +109,7 @@ class JoinByRules:
         Raises:
             LayoutError: parts are not as the rules cut them.
         """
-        return _join(manifest, self.fqns, self.rules, self.ranks)
+        return _join(manifest, self.groups, self.rules)
 
 
 def join_by_rules(
@@ -137,9 +137,9 @@ def join_by_rules(
             where=checkpoint.url,
             hint=f"say what they are behind the rules: --unequal '{cut[0]}=first', or =concat:DIM for equal parts",
         )
-    ranks = groups_of_ranks(checkpoint, parted)
-    said = f"{counted(len(parted), 'tensor', 'are')} put together of {ranks}, as rules say"
-    return JoinByRules(tuple(parted), rules, ranks, (said, *evidence))
+    groups = groups_of_ranks(checkpoint, parted)
+    said = f"{counted(len(parted), 'tensor', 'are')} put together of {_said(groups.values())}, as rules say"
+    return JoinByRules(groups, rules, (said, *evidence))
 
 
 def _cut(manifest: Manifest, fqns: Sequence[str], rules: RuleSet) -> list[str]:
@@ -150,27 +150,28 @@ def _cut(manifest: Manifest, fqns: Sequence[str], rules: RuleSet) -> list[str]:
     return [fqn for fqn, layout in zip(fqns, found.layouts, strict=True) if isinstance(layout.tp, Shard)]
 
 
-def _join(manifest: Manifest, fqns: Sequence[str], rules: RuleSet, ranks: RankGroups) -> Manifest:
-    """``manifest`` with each of ``fqns`` whole, of the parts that the first rank of each group has.
+def _join(manifest: Manifest, groups: Mapping[str, Groups], rules: RuleSet) -> Manifest:
+    """``manifest`` with the tensors in ``groups`` whole, of the parts that the first rank of each group has.
 
     Raises:
         LayoutError: names without a rule, one that says the tensor is not cut, or parts that are not as it cuts.
     """
+    fqns, n_parts = list(groups), len(next(iter(groups.values())))
     split = split_ranks(manifest, fqns)
     own = names_of_ranks(split.tensors.fqns)
-    shapes = {fqn: [split.tensor(own[fqn][group[0]]).shape for group in ranks.groups] for fqn in fqns}
+    shapes = {fqn: [split.tensor(own[fqn][group[0]]).shape for group in groups[fqn]] for fqn in fqns}
     numbered = numbered_parameters(manifest)
     dims = [_dim_cut(fqn, shapes, rules, numbered, manifest.where) for fqn in fqns]
     whole = [_joined(shapes[fqn], dim) for fqn, dim in zip(fqns, dims, strict=True)]
-    placed = place(list(fqns), whole, Mesh(("tp",), (len(ranks.groups),)), rules, numbered=numbered)
+    placed = place(fqns, whole, Mesh(("tp",), (n_parts,)), rules, numbered=numbered)
     views = []
     for row, fqn in enumerate(fqns):
         _check_reckoned(fqn, placed.layouts[row].parts, rules, manifest)
-        boxes = [np.flatnonzero((placed.tensor == row) & (placed.rank == rank)) for rank in range(len(ranks.groups))]
+        boxes = [np.flatnonzero((placed.tensor == row) & (placed.rank == rank)) for rank in range(n_parts)]
         ndim = len(whole[row])
         held = [
             (own[fqn][group[0]], shape, placed.offsets[at, :ndim].tolist(), placed.sizes[at, :ndim].tolist())
-            for group, shape, at in zip(ranks.groups, shapes[fqn], boxes, strict=True)
+            for group, shape, at in zip(groups[fqn], shapes[fqn], boxes, strict=True)
         ]
         try:
             parts = tuple(part for one in held for part in _parts(*one, dims[row]))
