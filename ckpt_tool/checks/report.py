@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass, field
+from ckpt_tool.sizes import shell_word
 
 __all__ = ["LEVELS", "SCHEMA", "FindingGroup", "VerifyReport", "sort_findings"]
 
@@ -21,6 +22,13 @@ _NOT_FETCHED = frozenset({"nan", "duplicate-tensor", "different-replicas", "lost
 """What another copy of the file would have too, and what follows from another finding."""
 _MISSED = frozenset({"missing-file", "missing-rank-file", "missing-shard", "no-index", "unreadable-companion"})
 """Warnings about files that another copy may have."""
+_OF_FILES = frozenset({
+    "cut-file", "empty-file", "missing-file", "missing-metadata", "missing-rank-file", "missing-shard",
+    "truncated-file", "unreadable-file", "unsafe-pickle",
+})  # fmt: skip
+"""About files as wholes: what else is found often comes of these."""
+_FOLLOWING = frozenset({"absent-weight", "gap", "lost-data", "missing-object", "missing-tensor"})
+"""What tensors and objects lack, which is what something else has done to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class VerifyReport:
     level: str
     """``quick``, ``default`` or ``full``."""
     findings: tuple[Finding, ...]
-    """Worst first, then by kind, then by tensor and place."""
+    """Worst first, causes before what follows from them, then by kind, then by tensor and place."""
     n_tensors: int
     n_chunks: int
     n_files: int
@@ -97,6 +105,18 @@ class VerifyReport:
         return tuple(each for path in sorted(found) for each in _merged(found[path]))
 
     @property
+    def next_commands(self) -> tuple[str, ...]:
+        """What to type next where something is lost: for what to fetch again, and for keeping what is whole."""
+        if self.is_ok:
+            return ()
+        verify = f"ckpt verify {shell_word(self.url)}"
+        level = "" if self.level == "default" else f" --{self.level}"
+        to_fetch = self.to_fetch()
+        is_lost = any(each.kind in _FOLLOWING for each in self.findings if each.severity is Severity.ERROR)
+        fetch = (f"{verify}{level} --plan-fetch",) if to_fetch else ()
+        return (*fetch, f"{verify} --salvage OUT") if to_fetch or is_lost else ()
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of findings by severity: ``error``, ``warning``, ``info``."""
         found = Counter(finding.severity for finding in self.findings)
@@ -115,8 +135,8 @@ class VerifyReport:
         Schema ``ckpt-tool/verify/1``: ``schema url format level ok seconds``, ``counts {error warning info}``,
         ``totals {tensors chunks files checked_nbytes covered_nbytes}``, ``groups[] {kind severity count tensors
         files[] {path count}}`` and ``findings[] {kind severity message fqn file offset length}``, the last four null
-        where they do not apply; ``unproven_files[]`` have no byte with a recorded checksum. Later versions only add
-        keys.
+        where they do not apply; ``unproven_files[]`` have no byte with a recorded checksum; ``next[]`` are commands for
+        what is lost. Later versions only add keys.
         """
         return {
             "schema": SCHEMA,
@@ -145,11 +165,12 @@ class VerifyReport:
             ],
             "findings": [_finding_json(finding) for finding in self.findings],
             "unproven_files": list(self.unproven_files),
+            "next": list(self.next_commands),
         }
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Worst first, then by kind, tensor, file and byte; what two checks say of one file is kept once."""
+    """Worst first, then causes, then by kind, tensor, file and byte; what two checks say of one file is kept once."""
     kept: dict[tuple[str, str | None, str | None, int], Finding] = {}
     for finding in findings:
         if finding.kind not in _TOLD_WITH_PLACE or finding.where is not None:
@@ -186,10 +207,11 @@ def _identity(finding: Finding) -> tuple[str, str | None, str | None, int]:
     return finding.kind, finding.message, path, finding.where.offset if finding.where else -1
 
 
-def _order(finding: Finding) -> tuple[int, str, str, str, int]:
+def _order(finding: Finding) -> tuple[int, int, str, str, str, int]:
     where = finding.where
     return (
         -finding.severity,
+        (finding.kind in _FOLLOWING) - (finding.kind in _OF_FILES),
         finding.kind,
         finding.fqn or "",
         where.path if where else "",

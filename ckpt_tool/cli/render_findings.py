@@ -19,7 +19,7 @@ _FILES_SHOWN = 4
 
 
 def report_lines(report: VerifyReport, *, width: int, limit: int | None) -> list[Line]:
-    """A line on what was checked, a paragraph for each kind of finding, a line that sums up.
+    """A line on what was checked, a paragraph for each kind of finding, a line that sums up, and what to type next.
 
     Args:
         report: what was found.
@@ -29,7 +29,8 @@ def report_lines(report: VerifyReport, *, width: int, limit: int | None) -> list
     lines = wrap(_checked(report), width, line(Span(report.url, "bold"), "  "), "  ")
     for group in report.groups():
         lines += [line(), *_group(report, group, width, limit)]
-    return [*lines, line(), _verdict(report)]
+    after = [line(Span("next: ", "dim"), command) for command in report.next_commands]
+    return [*lines, line(), _verdict(report), *after]
 
 
 def _checked(report: VerifyReport) -> str:

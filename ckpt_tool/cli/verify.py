@@ -111,7 +111,7 @@ def verify(
 
     With --json: schema "ckpt-tool/verify/1": url, format, level, ok, seconds, counts {error, warning, info}, totals,
     groups [{kind, severity, count, tensors, files}], findings [{kind, severity, message, fqn, file, offset, length}],
-    unproven_files [without any recorded checksum].
+    unproven_files [without any recorded checksum], next [commands for what is lost].
     With --plan-fetch: schema "ckpt-tool/fetch/1": fetch [{file, offset, length}], notes; length null for the rest, both
     for the whole file.
     With --salvage: schema "ckpt-tool/salvage/1": source, format, target, kept, lost [{fqn, why}], unknown,

@@ -8,6 +8,8 @@ import pytest
 
 from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.checks.report import VerifyReport, sort_findings
+from ckpt_tool.cli.render_findings import report_lines
+from ckpt_tool.cli.text import plain
 from ckpt_tool.errors import UsageError
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange
@@ -79,6 +81,7 @@ def test_json() -> None:
         "groups",
         "findings",
         "unproven_files",
+        "next",
     ]
     assert found["totals"] == {"tensors": 3, "chunks": 4, "files": 2, "checked_nbytes": 100, "covered_nbytes": 90}
     assert found["ok"] is False
@@ -109,6 +112,41 @@ def test_json() -> None:
         "tensors": 1,
         "files": [{"path": "f0", "count": 1}],
     }
+
+
+def test_causes_come_before_what_follows_from_them() -> None:
+    """Who reads the first lines learns what happened; within one severity only."""
+    place = FileRange("a", 0, 0)
+    found = [
+        Finding("gap", Severity.ERROR, "hole", "v"),
+        Finding("lost-data", Severity.ERROR, "lost", "w", FileRange("a", 0, 8)),
+        Finding("crc-mismatch", Severity.ERROR, "flipped", "u", FileRange("b", 0, 8)),
+        Finding("missing-shard", Severity.WARNING, "shard"),
+        Finding("unreadable-file", Severity.ERROR, "no zip", where=FileRange("c", 0, 0)),
+        Finding("missing-file", Severity.ERROR, "gone", "w", place),
+    ]
+    assert [each.kind for each in sort_findings(found)] == [
+        "missing-file", "unreadable-file", "crc-mismatch", "gap", "lost-data", "missing-shard",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("findings", "level", "commands"),
+    [
+        ([Finding("missing-file", Severity.ERROR, "gone", "w", FileRange("a", 0, 0))], "full",
+         ["ckpt verify 'my run' --full --plan-fetch", "ckpt verify 'my run' --salvage OUT"]),
+        ([Finding("gap", Severity.ERROR, "hole", "w")], "default", ["ckpt verify 'my run' --salvage OUT"]),
+        ([Finding("mixed-steps", Severity.ERROR, "steps")], "default", []),
+        ([Finding("missing-shard", Severity.WARNING, "gone", None, FileRange("a", 0, 0))], "default", []),
+    ],
+    ids=["file", "nothing-to-fetch", "nothing-lost", "warning"],
+)  # fmt: skip
+def test_what_to_type_next(findings: list[Finding], level: str, commands: list[str]) -> None:
+    """Commands for what is lost, at the level that found it; the same in the text and in JSON."""
+    report = VerifyReport("my run", "dcp", level, sort_findings(findings), 3, 4, 2, 100, 90, 0.5)
+    assert report.to_json()["next"] == commands
+    shown = [plain(each) for each in report_lines(report, width=120, limit=3)]
+    assert [text for text in shown if text.startswith("next: ")] == [f"next: {command}" for command in commands]
 
 
 def test_unknown_level() -> None:

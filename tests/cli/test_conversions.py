@@ -163,7 +163,10 @@ def test_verify_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "error missing-file\n" in printed
     assert len(printed.splitlines()) < 40
-    assert printed.splitlines()[-1].endswith("errors")
+    assert printed.splitlines()[-3].endswith("errors")
+    commands = [f"ckpt verify {tmp_path} {option}" for option in ("--plan-fetch", "--salvage OUT")]
+    assert printed.splitlines()[-2:] == [f"next: {command}" for command in commands]
+    assert document["next"] == commands
 
 
 def test_cat_prints_numbers(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
