@@ -203,3 +203,18 @@ def test_the_rules_are_offered(tmp_path: Path) -> None:
     for text in ("concat", "first:1", "concat:x", "rule", "x="):
         with pytest.raises(UsageError, match="is no rule"):
             ckpt_tool.export(source, tmp_path / "b", unequal=text)
+
+
+@pytest.mark.parametrize("level", ["default", "full"])
+def test_verify_knows_parts(tmp_path: Path, level: str) -> None:
+    """Differences that rules explain are one warning; one that they do not explain leaves them all errors."""
+    model = whole()
+    source = ranks(tmp_path / "a", 2, lambda r: {fqn: part(fqn, v, r, 2) for fqn, v in model.items()})
+    report = ckpt_tool.verify(source, level=level)
+    (warning,) = (finding for finding in report.findings if finding.severity > 0)
+    assert report.is_ok
+    assert warning.kind == "parts-of-ranks"
+    assert "as parts of 2 tensor-parallel ranks (0, 1) do by the rules of llama" in warning.message
+    other = ranks(tmp_path / "b", 2, lambda r: changed(r, "model.norm.weight", torch.full((HIDDEN,), float(r))))
+    kinds = {finding.kind for finding in ckpt_tool.verify(other, level=level).findings if finding.severity > 0}
+    assert kinds == {"different-replicas"}

@@ -103,6 +103,11 @@ class JoinByRules:
     rules: RuleSet
     notes: tuple[str, ...]
 
+    @property
+    def ranks(self) -> str:
+        """Which ranks hold the parts, as a note says it."""
+        return _said(self.groups.values())
+
     def apply(self, manifest: Manifest) -> Manifest:
         """``manifest``, a part of the one that this was made for, with its tensors whole.
 

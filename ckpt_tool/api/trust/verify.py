@@ -28,8 +28,10 @@ from ckpt_tool.errors import CkptError, StorageError, UsageError
 from ckpt_tool.formats.base import Source
 from ckpt_tool.formats.detect import detect
 from ckpt_tool.geometry.box import Box
+from ckpt_tool.manifest.concatenate import fqn_without_rank
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
+from ckpt_tool.sizes import counted
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing
 
@@ -173,7 +175,7 @@ def _report(
             findings = [*structure, *content.findings, *told, *headers.findings]  # of equal ones the first is kept
             checked_nbytes, covered_nbytes = content.checked_nbytes + told_nbytes, content.covered_nbytes
             unproven = content.unproven_files
-    findings = [*findings, *missing_file_findings(manifest, findings)]
+    findings = [*_parts_explained(checkpoint, findings), *missing_file_findings(manifest, findings)]
     named = {finding.where.path for finding in findings if finding.where is not None}
     coded = {entry.path: entry.part for entry in manifest.files if entry.part is not None and entry.path in named}
     return VerifyReport(
@@ -190,6 +192,36 @@ def _report(
         unproven_files=unproven,
         parts={path: _on_storage(part, source.listing) for path, part in coded.items()},
     )
+
+
+def _parts_explained(checkpoint: Checkpoint, findings: Sequence[Finding]) -> Sequence[Finding]:
+    """``findings`` with one warning for differences between ranks that the rules of a model's family explain."""
+    info = checkpoint.manifest.info
+    assumed = {*info.get("replicated_by_assumption", ()), *info.get("kept_apart", ())}
+    different = {
+        finding.fqn
+        for finding in findings
+        if finding.kind in ("different-replicas", "different-shapes") and finding.severity is Severity.ERROR
+    }
+    parted = [fqn for fqn in dict.fromkeys(map(fqn_without_rank, checkpoint.manifest.tensors.fqns)) if fqn in different]
+    if not parted or not different <= assumed:
+        return findings
+    from ckpt_tool.api.convert.ranks_by_rules import join_by_rules  # for files that say nothing of the mesh
+
+    same = [fqn for fqn in info.get("replicated_by_assumption", ()) if fqn not in different]
+    try:
+        join = join_by_rules(checkpoint, parted, same, None)
+        join.apply(checkpoint.resolve())
+    except CkptError:
+        return findings
+    said = (
+        f"{counted(len(parted), 'tensor', 'differ')} between ranks as parts of {join.ranks} do by the rules of "
+        f"{join.rules.name}, and no file says so; export and reshard put them together with --unequal rules"
+    )
+    return [
+        *(finding for finding in findings if finding.fqn not in different or finding.severity is not Severity.ERROR),
+        Finding("parts-of-ranks", Severity.WARNING, said, fqn=parted[0]),
+    ]
 
 
 def _with_side_files(report: VerifyReport, source: Source, manifest: Manifest, budget_bytes: int) -> VerifyReport:
