@@ -38,6 +38,8 @@ def _show_plan(sink: Output, conversion: Conversion) -> None:
     """Print what would be done. With --json the document is `Conversion.summary`'s."""
     sink.show(plan_lines(conversion, width=sink.width))
     _show_differences(sink, conversion)
+    if conversion.is_in_the_way:
+        sink.notes([f"{conversion.target_url} is there already: the run needs --overwrite, which replaces it"])
     sink.json(conversion.summary())
 
 

@@ -108,6 +108,16 @@ def test_reshard_holds_the_same_values(tmp_path: Path, capsys: pytest.CaptureFix
         assert [fqn for fqn in expected if expected[fqn].numpy().tobytes() != actual[fqn].numpy().tobytes()] == []
 
 
+def test_dry_run_says_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A target that is there is told before the run that would stop at it; an empty folder is none."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("b")
+    for name, options, is_told in (("empty", [], False), ("full", [], True), ("full", ["--overwrite"], False)):
+        printed = ckpt(capsys, "reshard", FSDP, tmp_path / name, "--dp", "2", "--dry-run", *options)
+        assert ("is there already: the run needs --overwrite" in " ".join(printed.split())) is is_told
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run prints bytes, requests and memory, and leaves no target."""
     printed = ckpt(capsys, "reshard", FSDP, tmp_path / "out", "--dp", "2", "--dry-run")

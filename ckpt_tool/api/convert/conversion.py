@@ -126,6 +126,14 @@ class Conversion:
         return self.plan.casts
 
     @property
+    def is_in_the_way(self) -> bool:
+        """Whether something at a local target is in the way of a run that neither replaces it nor goes on with it."""
+        if self.execution.overwrite or self.execution.resume or not is_local(self.target_url):
+            return False
+        path = local_path(self.target_url)
+        return os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))
+
+    @property
     def peak_memory_bytes(self) -> int:
         """Most bytes that the buffers of a run will use."""
         cost, nbytes = self.checkpoint.store.cost, self.plan.stats.read_nbytes
