@@ -15,6 +15,7 @@ from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.mesh import asked_mesh
 from ckpt_tool.api.convert.selection import select_tensors
 from ckpt_tool.api.convert.stored_boxes import placed_by_rules
+from ckpt_tool.api.unchanged import unchanged
 from ckpt_tool.errors import UsageError
 from ckpt_tool.geometry.box import Box
 from ckpt_tool.layout.place import Placed
@@ -69,6 +70,7 @@ def stream(  # noqa: PLR0913 - the options of a command
     Raises:
         LayoutError: names that no rule covers, a mesh that does not fit them, or no such rank.
         UsageError: a mesh that is none.
+        StorageError: a file has changed while it was read; after the last tensor.
         CkptError: see ``errors``.
     """
     check_arguments(
@@ -92,7 +94,7 @@ def stream(  # noqa: PLR0913 - the options of a command
         boxes = _boxes_of_rank(manifest, placed, rank)
         checkpoint.resolve([fqn for fqn, _ in boxes])
         batches = _batches(manifest, boxes, memory_budget_bytes // 4)
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-read-ahead") as ahead:
+        with unchanged(checkpoint), ThreadPoolExecutor(1, thread_name_prefix="ckpt-read-ahead") as ahead:
             pending = [ahead.submit(_read, checkpoint, batch) for batch in batches[:1]]
             for number in range(len(batches)):
                 tensors = pending.pop().result()

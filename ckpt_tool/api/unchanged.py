@@ -12,6 +12,8 @@ from functools import cached_property
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.errors import CkptError, NotFound, StorageError
+from ckpt_tool.formats.base import Source
+from ckpt_tool.manifest.tables import FileTable
 from ckpt_tool.storage.store import Listing
 from ckpt_tool.storage.urls import join_url
 
@@ -23,10 +25,21 @@ State = tuple[int | None, float | None, str | None]
 
 
 class ReadFiles:
-    """The files that hold a checkpoint's tensors, as they were listed when it was opened."""
+    """The files that hold a checkpoint's tensors, as they were listed when it was opened.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    Args:
+        url: where they lie, as errors name it.
+        source: the store and its listing of that time.
+        files: those that hold tensors.
+    """
+
+    def __init__(self, url: str, source: Source, files: FileTable) -> None:
+        self._url, self._source, self._files = url, source, files
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> ReadFiles:
+        """Those of a checkpoint."""
+        return cls(checkpoint.url, checkpoint.source, checkpoint.manifest.files)
 
     def check(self) -> None:
         """See that they are what they were; one listing, none where the storage tells no times and no tags.
@@ -43,9 +56,9 @@ class ReadFiles:
         if not self._states:
             return None
         try:
-            now = self._checkpoint.source.store.listing(anew=True)
+            now = self._source.store.listing(anew=True)
         except NotFound:
-            return StorageError("has gone while it was read", where=self._checkpoint.url, hint=_HINT)
+            return StorageError("has gone while it was read", where=self._url, hint=_HINT)
         changed = [path for path, state in self._states.items() if _state(now, path) != state]
         if not changed:
             return None
@@ -63,9 +76,8 @@ class ReadFiles:
 
     @cached_property
     def _states(self) -> dict[str, State]:
-        listing = self._checkpoint.source.listing
-        files = self._checkpoint.manifest.files
-        held = sorted({entry.path if entry.part is None else entry.part.path for entry in files})
+        listing = self._source.listing
+        held = sorted({entry.path if entry.part is None else entry.part.path for entry in self._files})
         states = {path: _state(listing, path) for path in held if path in listing}  # without those that count as lost
         return {path: state for path, state in states.items() if state[1:] != (None, None)}
 
@@ -84,7 +96,7 @@ def explaining(*checkpoints: Checkpoint) -> Iterator[None]:
         for each in () if is_silent else checkpoints:
             change = None
             with suppress(CkptError):
-                change = ReadFiles(each).change()
+                change = ReadFiles.of(each).change()
             if change is not None:
                 raise change from error
         raise
@@ -100,7 +112,7 @@ def unchanged(*checkpoints: Checkpoint) -> Iterator[None]:
     with explaining(*checkpoints):
         yield
     for each in checkpoints:
-        ReadFiles(each).check()
+        ReadFiles.of(each).check()
 
 
 def _state(listing: Listing, path: str) -> State:

@@ -15,6 +15,8 @@ import pytest
 import ckpt_tool
 from ckpt_tool.api.convert.reshard import prepare_reshard
 from ckpt_tool.api.digest import digests
+from ckpt_tool.api.job import load as load_module
+from ckpt_tool.api.job.load_move import run_moves
 from ckpt_tool.cli.app import main
 from ckpt_tool.engine import moving
 from ckpt_tool.errors import CkptError, StorageError, UsageError
@@ -127,6 +129,36 @@ def test_who_reads_every_byte_says_nothing_of_two_versions(source: Source, folde
     with pytest.raises(StorageError, match=CHANGED):
         operation(*sides, **arguments, progress=source.rewrite_once)
     assert operation(*sides, **arguments) is not None
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_load_ends_with_an_error(source: Source, monkeypatch: pytest.MonkeyPatch, is_replayed: bool) -> None:
+    """A state that is of two steps trains on without a word; also where the plan is that of an earlier load."""
+    state = dict(ckpt_tool.stream(source.url, default="shard0", as_torch=True, sections=None))
+    if is_replayed:
+        ckpt_tool.load(state, source.url)
+        assert ckpt_tool.load(state, source.url).is_replayed or source.url.startswith("s3:")
+
+    def rewriting(*arguments: Any) -> Any:
+        moved = run_moves(*arguments)
+        source.rewrite_once()
+        return moved
+
+    monkeypatch.setattr(load_module, "run_moves", rewriting)
+    with pytest.raises(StorageError, match=CHANGED):
+        ckpt_tool.load(state, source.url)
+    assert source.n_calls == 1
+    assert ckpt_tool.load(state, source.url).n_tensors == len(state)
+
+
+def test_a_stream_ends_with_an_error(source: Source) -> None:
+    """After its last tensor, when all that it gave were read."""
+    stream = ckpt_tool.stream(source.url, default="shard0", sections=None, memory_budget_bytes=1024)
+    next(stream)
+    source.rewrite_once()
+    with pytest.raises(StorageError, match=CHANGED):
+        list(stream)
+    assert list(ckpt_tool.stream(source.url, default="shard0", sections=None))
 
 
 def test_what_fails_for_that_reason_says_so(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import ckpt_tool
 from ckpt_tool.engine import distributed_hosts as hosts_module
@@ -22,7 +25,10 @@ from tests.storage.recording import RecordingStore
 def failures(rank: int, world_size: int, rendezvous: str, out: str) -> None:
     """Provoke one failure after another; each must be raised here, whichever rank it befell."""
     with joined(rank, world_size, rendezvous):
-        found = {name: _failure(work, rank) for name, work in _faults(rank).items()}
+        if rank == 0:
+            shutil.copytree(url("hf_sharded"), f"{out}/copy")
+        dist.barrier()
+        found = {name: _failure(work, rank) for name, work in _faults(rank, f"{out}/copy").items()}
         report = ckpt_tool.load({**plain("hf_sharded"), "mine": torch.ones(2)}, url("hf_sharded"), strict=False)
         found["not strict"] = {"missing": report.missing, "unexpected": report.unexpected}
         Path(f"{out}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -63,13 +69,23 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _faults(rank: int) -> dict[str, Callable[[], Any]]:
-    """Name to a load that must fail on every rank."""
+def _faults(rank: int, copy: str) -> dict[str, Callable[[], Any]]:
+    """Name to a load that must fail on every rank; files of ``copy`` may change."""
 
     def unreadable(way: Any, error: Exception, only: int) -> None:
         fault: AbstractContextManager[Any] = _reads(lambda: _raise(error)) if rank == only else nullcontext()
         with fault:
             ckpt_tool.load(plain("hf_sharded"), url("hf_sharded"), exchange=way)
+
+    def changing(way: Any, *, again: bool = False) -> None:
+        file = next(Path(copy).glob("*.safetensors"))
+        if again:  # what was planned then is carried out once more
+            ckpt_tool.load(plain("hf_sharded"), copy, exchange=way)
+        fault: AbstractContextManager[Any] = (
+            _reads(lambda: os.utime(file, ns=(0, time.time_ns()))) if rank == 2 else nullcontext()
+        )
+        with fault:
+            ckpt_tool.load(plain("hf_sharded"), copy, exchange=way)
 
     def misfit(**changes: torch.Tensor) -> None:
         ckpt_tool.load({**plain("hf_sharded"), **changes}, url("hf_sharded"))
@@ -86,6 +102,10 @@ def _faults(rank: int) -> dict[str, Callable[[], Any]]:
         "read shared-memory": lambda: unreadable("shared-memory", broken, 2),
         "read all-to-all": lambda: unreadable("all-to-all", broken, 2),
         "read by the first": lambda: unreadable("all-to-all", broken, 0),
+        "changed none": lambda: changing("none"),
+        "changed shared-memory": lambda: changing("shared-memory"),
+        "changed all-to-all": lambda: changing("all-to-all"),
+        "changed again": lambda: changing("none", again=True),
         "no segment": lambda: unshared("create", 1),
         "no mapping": lambda: unshared("of_process", 3),
         "bug": lambda: unreadable("all-to-all", ZeroDivisionError("oops"), 1),

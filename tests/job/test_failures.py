@@ -13,6 +13,7 @@ from tests.job import failing_loads, faults, workers
 pytestmark = pytest.mark.dist
 
 SECONDS = 20.0
+CHANGED = "rank 0 of 4: has changed while it was read: what was read is no one checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("read shared-memory", "StorageError", "model-00001.safetensors: rank 2 of 4: the disk is gone"),
         ("read all-to-all", "StorageError", "model-00001.safetensors: rank 2 of 4: the disk is gone"),
         ("read by the first", "StorageError", "model-00001.safetensors: rank 0 of 4: the disk is gone"),
+        ("changed none", "StorageError", CHANGED),
+        ("changed shared-memory", "StorageError", CHANGED),
+        ("changed all-to-all", "StorageError", CHANGED),
+        ("changed again", "StorageError", CHANGED),
         ("no segment", "StorageError", "rank 1 of 4: cannot create"),
         ("no mapping", "StorageError", "rank 3 of 4: cannot of_process"),
         ("bug", "CkptError", "rank 1 of 4: ZeroDivisionError: oops"),

@@ -210,7 +210,7 @@ class Conversion:
         store = with_zeros(self.checkpoint.store, self.plan.source.files)
         with explaining(self.checkpoint):
             for event in run_plan(
-                self.plan, self.layout, store, target, options, self.origins, share, ReadFiles(self.checkpoint)
+                self.plan, self.layout, store, target, options, self.origins, share, ReadFiles.of(self.checkpoint)
             ):
                 if isinstance(event, RunReport):
                     report = event

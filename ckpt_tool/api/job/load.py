@@ -132,6 +132,7 @@ def load(  # noqa: PLR0913 - the options of a command
 
     Raises:
         LayoutError: tensors that do not fit, listed once, on every rank.
+        StorageError: a file has changed while it was read, seen by one rank of each host when all have read.
         CkptError: any other failure of any rank, on every rank. Tensors are then partly filled.
     """
     if exchange not in _WAYS:
@@ -203,6 +204,7 @@ class _Loading:
             begun = time.perf_counter()
             moved = self._move(known, live, hosts)
             n_values, missing = self._set_values(known, live) if heard[:, :2].any() else (0, [])
+            self._group.agree(_attempt(lambda: shared.check(known.files))[1])  # by now every rank has read
         except BaseException:
             for undo in () if live is None else live.undo:
                 undo()

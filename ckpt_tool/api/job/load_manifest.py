@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.unchanged import ReadFiles
 from ckpt_tool.errors import StorageError
+from ckpt_tool.formats.base import Source
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.packed import from_packed, to_packed
-from ckpt_tool.manifest.tables import ChunkFlag, IntArray
+from ckpt_tool.manifest.tables import ChunkFlag, FileTable, IntArray
 from ckpt_tool.storage.open import open_store
 from ckpt_tool.storage.store import Listing
+from ckpt_tool.storage.urls import shown
 
 if TYPE_CHECKING:
     from ckpt_tool.engine.distributed_group import Group
@@ -55,6 +58,7 @@ class SharedManifest:
     def __init__(self, group: Group, hosts: Hosts, url: str) -> None:
         self._group, self._hosts, self._url = group, hosts, url
         self._checkpoint: Checkpoint | None = None
+        self._seen: Source | None = None
         self._offer: Offer | None = None
         self._published: Published | None = None
         self._made: Manifest | None = None
@@ -80,9 +84,18 @@ class SharedManifest:
         """
         if stamp is None:
             return False
-        store, listing = open_store(self._url)
-        store.close()
-        return stamp_of(listing) == stamp
+        self._seen = Source(*open_store(self._url))
+        return stamp_of(self._seen.listing) == stamp
+
+    def check(self, files: FileTable) -> None:
+        """On a leader: see that the files that were read are what they were before; one listing.
+
+        Raises:
+            StorageError: one has changed, or is not there any more; on this rank alone.
+        """
+        source = self._seen if self._checkpoint is None else self._checkpoint.source
+        if source is not None:
+            ReadFiles(shown(self._url), source, files).check()
 
     def prepare(self, wanted: Wanted, *, with_values: bool) -> None:
         """Read the metadata, on a leader, before the other ranks are heard; then `offer` it.
@@ -158,6 +171,8 @@ class SharedManifest:
     def close(self) -> None:
         """Release what the others have mapped by now, and file handles."""
         self._close_offer()
+        if self._seen is not None:
+            self._seen.store.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
 
