@@ -34,6 +34,8 @@ _COMPILED = (
     (re.compile(r"\.mlmodel$|\.mlpackage/"), "a Core ML model"),
 )
 
+_RENAMED = re.compile(r"\.?metadata(?!\.json$)([ .~(-][^/]*)?", re.IGNORECASE)
+"""What ``.metadata`` of DCP is called before torch renames it, and after what copies and downloads do to names."""
 _UNENDED, _END_IT = "a download or a save that did not end", "let it end, or start it again"
 
 
@@ -62,9 +64,11 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
     items = [path for path in sizes if path.endswith(".distcp")]
     if items and ".metadata" not in sizes:
         n = counted(len(items), ".distcp file")
+        renamed = next((path for path in sorted(sizes) if sizes[path] and _RENAMED.fullmatch(path)), None)
+        it = "" if renamed is None else f"see whether {renamed!r} is it, and copy it to .metadata; else "
         return Content(
             f"{n} without .metadata, which names what they hold: its save did not end, or it was not copied",
-            "fetch .metadata, or take what can be told without it: ckpt verify FOLDER --salvage OUT",
+            f"{it}fetch .metadata, or take what can be told without it: ckpt verify FOLDER --salvage OUT",
         )
     unfinished = [path for path in sizes if _UNFINISHED.search(path)]
     if unfinished:

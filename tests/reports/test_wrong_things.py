@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import save_file
 
 from ckpt_tool.formats._content import what_is
+from ckpt_tool.formats._folder import folder_content
 from tests.formats.megatron.places import CHECKPOINTS
 from tests.reports.conftest import FIXTURES, Ckpt
 from tests.reports.made import put
@@ -139,6 +140,7 @@ def test_dcp_without_metadata(tmp_path: Path, ckpt: Ckpt) -> None:
     ran = ckpt("inspect", tmp_path / "d")
     assert ran.status == 3
     assert ".distcp files without .metadata" in ran.text
+    assert "see whether" not in ran.text
     assert f"ckpt verify {tmp_path / 'd'} --salvage OUT" in ran.text
 
 
@@ -276,3 +278,18 @@ def test_one_object_is_something_else(tmp_path: Path, ckpt: Ckpt, stand_in: byte
     checked = ckpt("verify", tmp_path / "in")
     assert (checked.status, f"{name} is {what_is(stand_in)} (" in checked.text) == (1, True)
     assert ckpt("verify", tmp_path / "in", "--plan-fetch").out == f"{name}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_it"),
+    [
+        (".metadata.tmp", True), ("metadata", True), (".metadata (1)", True), (".METADATA", True), (".metadata~", True),
+        ("metadata.json", False), ("._.metadata", False), ("metadata_of_run.txt", False), ("metadata.d/a", False),
+    ],
+)  # fmt: skip
+def test_metadata_under_another_name(name: str, is_it: bool) -> None:
+    """A save that was killed before its last rename, or what copies make of names, is there still."""
+    found = folder_content({"__0_0.distcp": 9, name: 9})
+    assert found is not None
+    assert found.fix is not None
+    assert (f"see whether {name!r} is it, and copy it to .metadata; else fetch .metadata" in found.fix) == is_it
