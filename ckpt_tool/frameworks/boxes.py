@@ -63,13 +63,13 @@ def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | No
         known: empty, or what calls for other tensors of the state have left in it.
 
     Raises:
-        Unsupported: a tensor that holds no plain strided memory of its own (sparse, quantized, meta, freed), or whose
-            placement says that its value is still to be reduced.
+        Unsupported: a tensor that holds no plain strided memory of its own (sparse, nested, quantized, meta, freed), or
+            whose placement says that its value is still to be reduced.
         LayoutError: the local tensor is not of the size that its placement gives this rank.
     """
     fqn = ".".join(map(str, path))
     if type(value) in _PLAIN_TYPES and isinstance(value, torch.Tensor):
-        shape, kind = tuple(value.shape), value.dtype
+        shape, kind = _lengths(value, fqn), value.dtype
         held = [(Box.whole(shape), value)]
     elif dtensor.is_dtensor(value):
         shape, kind = dtensor.shape_and_dtype(value)
@@ -78,7 +78,7 @@ def tensor_leaf(path: KeyPath, value: object, known: dtensor.Known) -> Leaf | No
         shape, kind = sharded_tensor.shape_and_dtype(value)
         held = sharded_tensor.parts_of(value)
     elif isinstance(value, torch.Tensor):
-        shape, kind = tuple(value.shape), value.dtype
+        shape, kind = _lengths(value, fqn), value.dtype
         held = [(Box.whole(shape), value)]
     else:
         return None
@@ -105,6 +105,18 @@ def megatron_leaf(values: Sequence[Any]) -> Leaf:
     parts = [Part(box, _plain(view, key)) for value in values for box, view in megatron.parts_of(value)]
     may_differ = bool(getattr(first, "allow_shape_mismatch", False))
     return Leaf((key,), _dtype_of(kind), shape, tuple(parts), key, may_differ)
+
+
+def _lengths(value: torch.Tensor, where: str) -> tuple[int, ...]:
+    """The shape of a tensor that has one."""
+    try:
+        return tuple(value.shape)
+    except RuntimeError as error:  # torch's own says neither which tensor it is nor what to do
+        if value.is_nested:
+            kind, hint = "nested", "unbind() gives the tensors in it, values() of a jagged one all their elements"
+        else:
+            kind, hint = "lazy", "its module makes it at the first forward: run one before"
+        raise Unsupported(f"a {kind} tensor has no shape", where=where, hint=hint) from error
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ckpt_tool.errors import Unsupported, UsageError
+from ckpt_tool.frameworks.held import HeldStates
 from ckpt_tool.frameworks.memory import memory_of
 from ckpt_tool.frameworks.state import walk_state
 from ckpt_tool.geometry.box import Box
@@ -98,3 +100,18 @@ def test_refusals() -> None:
         walk_state(3)
     with pytest.raises(UsageError, match=r"a\.b: two tensors"):
         walk_state({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "layers.w: a nested tensor has no shape"),
+        (lambda: torch.nn.LazyLinear(3).weight, "layers.w: a lazy tensor has no shape"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_has_no_shape_is_named(made: Callable[[], torch.Tensor], text: str) -> None:
+    """For loads and for saves, whatever torch says of it."""
+    for look in (walk_state, HeldStates().held):
+        with pytest.raises(Unsupported, match=text):
+            look({"layers": {"w": made()}})
