@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint, plan_limits
+from ckpt_tool.api.ranks_apart import with_ranks_apart
 from ckpt_tool.api.unchanged import unchanged
 from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.engine.base import Progress
@@ -61,6 +62,8 @@ def digests(  # noqa: PLR0913 - one argument per option
 ) -> DigestTable:
     """The content digest of each tensor, the same for every layout and format of the same values.
 
+    Of a tensor that ranks hold differently, and nothing places, each rank's has one (``name@rank3``).
+
     Cost: each byte of the tensors once, in the order of the files; with ``files`` the rest of the files besides.
 
     Args:
@@ -85,6 +88,7 @@ def digests(  # noqa: PLR0913 - one argument per option
                 opened, include=include, exclude=exclude, section=section, wide=wide, files=files,
                 memory_budget_bytes=memory_budget_bytes, n_workers=n_workers, progress=progress,
             )  # fmt: skip
+    checkpoint = with_ranks_apart(checkpoint)
     sections = () if section is None else (section,)
     rows = select(checkpoint.manifest, include=include, exclude=exclude, sections=sections).tolist()
     taken = take_digests(

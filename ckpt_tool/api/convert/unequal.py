@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tool.api.checkpoint import Checkpoint
+from ckpt_tool.api.ranks_apart import ASSUMED, KEPT_APART, unequal_tensors
 from ckpt_tool.errors import IntegrityError, LayoutError, UsageError
 from ckpt_tool.layout.family import detect_family
 from ckpt_tool.layout.names import spellings
 from ckpt_tool.manifest.concatenate import concatenate_ranks, first_of_ranks, names_of_ranks
-from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.select import matching
-from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Settled", "UnequalRule", "apply_unequal", "parse_unequal", "settle_unequal"]
 
-_ASSUMED = ("replicated_by_assumption", "copies_of_ranks")
-"""Lists of tensors that count as replicas though no writer compared them; the second has those of DCP without
-collectives, and the norms and biases of Megatron's and DeepSpeed's tensor-parallel ranks."""
 _RULE = r"(?:(?P<pattern>[^=]+)=)?(?P<how>first|concat|rules)(?::(?P<what>.+))?"
 
 
@@ -85,9 +81,9 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
         NotFound: a rule's pattern fits no tensor.
     """
     manifest = checkpoint.manifest
-    apart = [fqn for fqn in names_of_ranks(fqns) if fqn in manifest.info.get("kept_apart", ())]
+    apart = [fqn for fqn in names_of_ranks(fqns) if fqn in manifest.info.get(KEPT_APART, ())]
     takes_first = all(rule == UnequalRule(None, "first") for rule in rules) and bool(rules)
-    unequal = _unequal(checkpoint, set() if takes_first else set(fqns), apart)
+    unequal = unequal_tensors(checkpoint, set() if takes_first else set(fqns), apart)
     by_fqn = _by_fqn(rules, [*fqns, *apart])
     open_ = [fqn for fqn in unequal if fqn not in by_fqn]
     if open_:
@@ -104,7 +100,7 @@ def settle_unequal(checkpoint: Checkpoint, fqns: Sequence[str], rules: Sequence[
     if ruled:
         from ckpt_tool.api.convert.ranks_by_rules import join_by_rules
 
-        assumed = {fqn for key in _ASSUMED for fqn in manifest.info.get(key, ())} - {*parted}
+        assumed = {fqn for key in ASSUMED for fqn in manifest.info.get(key, ())} - {*parted}
         same = [fqn for fqn, rule in by_fqn.items() if rule.how == "rules" and fqn in assumed]
         join = join_by_rules(checkpoint, ruled, same, by_fqn[ruled[-1]].file)
     return Settled(
@@ -145,22 +141,6 @@ def _by_fqn(rules: Sequence[UnequalRule], fqns: Sequence[str]) -> dict[str, Uneq
             raise UsageError(f"no tensor matches {rule.pattern!r} of --unequal among {len(fqns):,}")
         found.update({fqns[row]: rule for row in hits})
     return found
-
-
-def _unequal(checkpoint: Checkpoint, fqns: set[str], apart: Sequence[str]) -> dict[str, Finding]:
-    """Tensors of ``fqns`` that are assumed to be replicas and are none, and those ``apart`` that should not be so."""
-    manifest = checkpoint.manifest
-    assumed = {key: [fqn for fqn in manifest.info.get(key, ()) if fqn in fqns] for key in _ASSUMED}
-    if not any(assumed.values()) and not apart:
-        return {}
-    names = {*apart, *(fqn for listed in assumed.values() for fqn in listed)}
-    rows = [row for row, fqn in enumerate(manifest.tensors.fqns) if fqn in names or fqn.partition("@rank")[0] in names]
-    only = only_tensors(manifest, rows).replace(info={**assumed, "kept_apart": list(apart)})
-    return {
-        str(finding.fqn): finding
-        for finding in checkpoint.reader.check(checkpoint.source, only)
-        if finding.kind in ("different-replicas", "different-shapes") and finding.severity is Severity.ERROR
-    }
 
 
 def _by_rules_hint(unequal: Sequence[str], fqns: Sequence[str]) -> str:

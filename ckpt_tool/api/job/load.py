@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -97,6 +97,7 @@ def load(  # noqa: PLR0913 - the options of a command
     process_group: Any = None,
     strict: bool = True,
     cast: bool = False,
+    unequal: Literal["first"] | None = None,
     exchange: Exchange = "auto",
     memory_budget_bytes: int = DEFAULT_LOAD_MEMORY_BYTES,
     names: NameMap | None = None,
@@ -121,6 +122,8 @@ def load(  # noqa: PLR0913 - the options of a command
             loads alone. With ``strict=False`` what is missing keeps its value and what is unexpected is left; the
             report lists both. Values that are no tensors are never an error.
         cast: convert element types where they differ, instead of stopping.
+        unequal: ``first`` takes the first rank's of tensors that ranks saved with different values, although no file
+            says how these join; None to stop.
         exchange: ``none``: each rank reads what it needs; ``shared-memory``: each byte is read once per host, and
             copied there by all ranks that need it; ``all-to-all``: each byte is read once by some rank and sent to the
             others that need it; ``auto`` decides by how much is shared and how fast reading, copying and sending are
@@ -139,7 +142,9 @@ def load(  # noqa: PLR0913 - the options of a command
         raise UsageError(f"exchange must be one of {', '.join(_WAYS)}, got {exchange!r}")
     from ckpt_tool.engine.distributed_group import Group
 
-    options = _Options(strict, cast, exchange, memory_budget_bytes, names, n_workers)
+    if unequal not in (None, "first"):
+        raise UsageError(f"unequal must be 'first' or None, got {unequal!r}")
+    options = _Options(strict, cast, unequal == "first", exchange, memory_budget_bytes, names, n_workers)
     return _Loading(Group(process_group, timeout_s=timeout_s), os.fspath(url), options).run(state)
 
 
@@ -149,6 +154,7 @@ class _Options:
 
     strict: bool
     cast: bool
+    takes_first: bool
     exchange: Exchange
     memory_budget_bytes: int
     names: NameMap | None
@@ -160,7 +166,7 @@ class _Options:
         if callable(self.names):
             return None
         names = None if self.names is None else tuple(sorted(self.names.items()))
-        return (self.strict, self.cast, self.exchange, self.memory_budget_bytes, names)
+        return (self.strict, self.cast, self.takes_first, self.exchange, self.memory_budget_bytes, names)
 
 
 class _Loading:
@@ -179,7 +185,7 @@ class _Loading:
 
         live, failure = _attempt(lambda: walk_state(state))
         hosts = hosts_of(self._group)
-        shared = SharedManifest(self._group, hosts, self._url)
+        shared = SharedManifest(self._group, hosts, self._url, takes_first=self._options.takes_first)
         try:
             key = self._key(live)
             known = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.ranks_apart import check_replicas
 from ckpt_tool.api.unchanged import ReadFiles
 from ckpt_tool.errors import StorageError
 from ckpt_tool.formats.base import Source
@@ -55,8 +56,9 @@ def forget_all() -> None:
 class SharedManifest:
     """One checkpoint's manifest on every rank of a group."""
 
-    def __init__(self, group: Group, hosts: Hosts, url: str) -> None:
-        self._group, self._hosts, self._url = group, hosts, url
+    def __init__(self, group: Group, hosts: Hosts, url: str, *, takes_first: bool = False) -> None:
+        """``takes_first``: of tensors that ranks saved differently, though nothing places them, the first rank's."""
+        self._group, self._hosts, self._url, self._takes_first = group, hosts, url, takes_first
         self._checkpoint: Checkpoint | None = None
         self._seen: Source | None = None
         self._offer: Offer | None = None
@@ -187,7 +189,10 @@ class SharedManifest:
         checkpoint = self._checkpoint
         if with_values:
             checkpoint.load_blobs()
-        found = checkpoint.resolve(wanted(checkpoint.manifest))
+        names = wanted(checkpoint.manifest)
+        if not self._takes_first:
+            check_replicas(checkpoint, names)
+        found = checkpoint.resolve(names)
         return found if with_values else found.replace(blobs=())
 
     def _opened(self) -> Checkpoint:

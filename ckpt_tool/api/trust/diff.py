@@ -16,6 +16,7 @@ from ckpt_tool.api.arguments import check_arguments
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, open_checkpoint
 from ckpt_tool.api.convert.names_options import check_asked, names_options
 from ckpt_tool.api.manifest_file import is_manifest_file, read_manifest
+from ckpt_tool.api.ranks_apart import with_ranks_apart
 from ckpt_tool.api.trust.diff_digests import DigestSide, diff_digests
 from ckpt_tool.api.trust.diff_rows import DiffRows, select_rows
 from ckpt_tool.api.trust.neighbours import NeighbourFinder
@@ -130,6 +131,8 @@ def diff(  # noqa: PLR0913 - one argument per option of the command
             each if isinstance(each, Checkpoint) else stack.enter_context(_opened(each, memory_budget_bytes))
             for each in (a, b)
         )
+        if not quick:
+            one, other = (side if is_template(side) else with_ranks_apart(side) for side in (one, other))
         objects = _objects(one, other) if everything and not quick else ()
         notes: tuple[str, ...] = ()
         if names == "hf":
@@ -182,6 +185,7 @@ def _digest_side(
     if is_table and not isinstance(given, Checkpoint):
         return DigestSide(os.fspath(given), table=read_manifest(given))
     opened = given if isinstance(given, Checkpoint) else stack.enter_context(_opened(given, budget_bytes))
+    opened = opened if is_template(opened) else with_ranks_apart(opened)
     return DigestSide(opened.url, checkpoint=opened, memory_budget_bytes=budget_bytes, n_workers=n_workers)
 
 

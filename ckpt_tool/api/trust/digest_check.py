@@ -10,6 +10,7 @@ import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.digest import FileSum, Taken, take_digests
+from ckpt_tool.api.ranks_apart import with_ranks_apart
 from ckpt_tool.api.trust.pairing import Pairing, name_map, pair_tensors
 from ckpt_tool.checksum import crc32, crc32_combine
 from ckpt_tool.dtypes import DTYPES, opaque
@@ -65,6 +66,7 @@ def check_digests(
         n_workers: threads.
         progress: called with the bytes read so far.
     """
+    checkpoint = with_ranks_apart(checkpoint)
     tensors = checkpoint.manifest.tensors
     recorded = replace(recorded, rows=recorded.known_as(tensors.index))
     expected = as_manifest(recorded)
