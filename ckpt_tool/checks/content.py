@@ -16,7 +16,7 @@ from ckpt_tool.checks.repeats import repeat_findings
 from ckpt_tool.checks.zeros import Run, joined_runs
 from ckpt_tool.checksum import crc32_combine
 from ckpt_tool.formats.base import Checksum
-from ckpt_tool.geometry.columns import BoolArray, Int64Array
+from ckpt_tool.geometry.columns import Int64Array
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import SECTIONS
@@ -47,7 +47,7 @@ def scan_content(
     checksums: Sequence[Checksum],
     *,
     store: Store,
-    wants_zeros: BoolArray,
+    wanted_zeros: Int64Array,
     memory_budget_bytes: int,
     n_workers: int,
     progress: Callable[[int, int], None] | None,
@@ -59,12 +59,12 @@ def scan_content(
         rows: chunks to look at, those whose bytes are there.
         checksums: ranges to compare, those whose bytes are there.
         store: reads the manifest's files, decoded ones included.
-        wants_zeros: bool[n_tensors], whether runs of zeros are of interest.
+        wanted_zeros: int64[n_tensors], see ``scans_of``.
         memory_budget_bytes: bounds the blocks of all workers together.
         n_workers: threads, or copies of this process (see `stream_blocks`).
         progress: gets bytes read and bytes to be read, from one thread at a time.
     """
-    chunk_pass = _Pass(manifest, rows, checksums, wants_zeros)
+    chunk_pass = _Pass(manifest, rows, checksums, wanted_zeros)
     n_workers = max(min(n_workers, memory_budget_bytes // _MIN_BLOCK_BYTES), 1)
     likes = max(8 * store.cost.max_gap_bytes, _BLOCK_BYTES)
     block_bytes = max(min(likes, store.cost.max_read_bytes, memory_budget_bytes // n_workers), _MIN_BLOCK_BYTES)
@@ -86,11 +86,11 @@ class _Pass:
     """Spans of one pass, checksums first and then chunks, and what is made of all that was seen of them."""
 
     def __init__(
-        self, manifest: Manifest, rows: Int64Array, checksums: Sequence[Checksum], wants_zeros: BoolArray
+        self, manifest: Manifest, rows: Int64Array, checksums: Sequence[Checksum], wanted_zeros: Int64Array
     ) -> None:
         self._manifest = manifest
         self._checksums = checksums
-        self._scans = scans_of(manifest, rows, wants_zeros)
+        self._scans = scans_of(manifest, rows, wanted_zeros)
         self.step = max((scan.step for scan in self._scans), default=0)
         index = dict(manifest.files.index)
         for checksum in checksums:

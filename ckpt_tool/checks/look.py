@@ -14,7 +14,7 @@ from ckpt_tool.checks.repeats import Samples, sample_step, sampled_chunks, take_
 from ckpt_tool.checks.zeros import Run, shortest_run, zero_runs
 from ckpt_tool.checksum import crc32
 from ckpt_tool.errors import CkptError
-from ckpt_tool.geometry.columns import BoolArray, Int64Array, distinct
+from ckpt_tool.geometry.columns import Int64Array, distinct
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.manifest.tables import ChunkFlag
 from ckpt_tool.records import dataclass, field
@@ -164,8 +164,12 @@ class Look:
         )
 
 
-def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> list[Scan]:
-    """What to look for in each chunk of ``rows``; runs of zeros in tensors of ``wants_zeros`` (bool[n_tensors])."""
+def scans_of(manifest: Manifest, rows: Int64Array, wanted_zeros: Int64Array) -> list[Scan]:
+    """What to look for in each chunk of ``rows``.
+
+    ``wanted_zeros``, int64[n_tensors]: the shortest run of zeros that is looked for in a tensor, in elements; 0 for
+    none, -1 for a share of the tensor.
+    """
     chunks, tensors = manifest.chunks, manifest.tensors
     dtypes, of_tensor = tensors.kinds
     patterns = [bit_patterns(dtype) for dtype in dtypes]
@@ -174,12 +178,13 @@ def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> li
     packed = is_packed(chunks, rows)
     is_sampled = sampled_chunks(manifest, rows, packed)
     step = sample_step(int(chunks.length[rows][is_sampled].sum()))
-    looks_for_zeros = wants_zeros[tensor] & packed & np.isin(tensors.bits[tensor], [8, 16, 32, 64])
+    looks_for_zeros = (wanted_zeros[tensor] != 0) & packed & np.isin(tensors.bits[tensor], [8, 16, 32, 64])
     looks_for_zeros &= volume >= shortest_run(0, 0)
     is_big_endian = (chunks.flags[rows] & np.uint8(ChunkFlag.BIG_ENDIAN)) != 0
-    columns = (rows, of_tensor[tensor], volume, tensors.numel[tensor], looks_for_zeros, is_big_endian, is_sampled)
+    wanted = np.where(looks_for_zeros, wanted_zeros[tensor], 0)
+    columns = (rows, of_tensor[tensor], volume, tensors.numel[tensor], wanted, is_big_endian, is_sampled)
     scans = []
-    for row, kind, n, numel, looks, is_big, samples in zip(*(column.tolist() for column in columns), strict=True):
+    for row, kind, n, numel, run, is_big, samples in zip(*(column.tolist() for column in columns), strict=True):
         found, bits = patterns[kind], dtypes[kind].bits
         scans.append(
             Scan(
@@ -188,7 +193,7 @@ def scans_of(manifest: Manifest, rows: Int64Array, wants_zeros: BoolArray) -> li
                 components=bits // 8 // found.nbytes if found else 1,
                 is_big_endian=is_big,
                 patterns=found,
-                min_run=shortest_run(numel, n) if looks else None,
+                min_run=shortest_run(numel, n) if run < 0 else run or None,
                 step=step if samples else 0,
             )
         )

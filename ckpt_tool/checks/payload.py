@@ -101,6 +101,7 @@ def check_content(
     """
     # What reads every byte; the other levels start 4 ms sooner without it.
     from ckpt_tool.checks.content import scan_content
+    from ckpt_tool.checks.holes import hole_findings, shortest_holes
     from ckpt_tool.checks.moments import families_of, family_members, zero_findings
     from ckpt_tool.checks.replicas import replica_findings
 
@@ -118,13 +119,14 @@ def check_content(
         rows,
         checksums,
         store=store,
-        wants_zeros=family_members(manifest, families),
+        wanted_zeros=np.where(family_members(manifest, families), -1, shortest_holes(manifest)),
         memory_budget_bytes=memory_budget_bytes,
         n_workers=n_workers,
         progress=progress,
     )
     findings += scan.findings
     findings += zero_findings(manifest, families, scan.zeros)
+    findings += hole_findings(manifest, scan.zeros)
     differing, compared_nbytes = replica_findings(
         manifest, rows, store=store, memory_budget_bytes=memory_budget_bytes, n_workers=n_workers
     )
