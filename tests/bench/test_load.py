@@ -112,7 +112,7 @@ def throttled(folder: Path, mount: Path, cache: str) -> Iterator[None]:
     """``mount`` shows ``folder`` through a slow link."""
     mount.mkdir()
     argv = [
-        PYTHON,
+        sys.executable,
         str(HERE / "throttled_folder.py"),
         str(folder),
         str(mount),
