@@ -213,6 +213,7 @@ class _Applied:
         axes, rest = tuple(range(len(inner))), inner[1:]
         zeros = (0,) * len(rest)
         if not rule.parts and not rule.halves:
+            self._check_times(matched, inner)
             yield "", (n_rows, *rest), [Part(fqn, Box((0, *zeros), (n_rows, *rest)), (0, *zeros), axes)]
             return
         parts = rule.parts or (NamedPart(""),)
@@ -259,20 +260,40 @@ class _Applied:
                     where=fqn,
                     hint=FACT_HINT,
                 )
-        if rule.witness is not None:
-            name, n_found = rule.witness.pattern.subn(rule.witness.replacement, matched.parameter)
-            other = fqn.removesuffix(matched.parameter) + name
-            if n_found and other in self._shapes and self._shapes[other]:
-                length = self._shapes[other][rule.witness.dim]
-                size = n_groups * weights[rule.witness.part] * unit
-                if size != length:
-                    raise LayoutError(
-                        f"part {rule.parts[rule.witness.part].name!r} has {counted(size, 'row')}{self._said(rule)}, "
-                        f"but {other} {list(self._shapes[other])} says {length:,}",
-                        where=fqn,
-                        hint=FACT_HINT,
-                    )
+        other = self._witness(matched)
+        if rule.witness is not None and other is not None:
+            length = self._shapes[other][rule.witness.dim]
+            size = n_groups * weights[rule.witness.part] * unit
+            if size != length:
+                raise LayoutError(
+                    f"part {rule.parts[rule.witness.part].name!r} has {counted(size, 'row')}{self._said(rule)}, "
+                    f"but {other} {list(self._shapes[other])} says {length:,}",
+                    where=fqn,
+                    hint=FACT_HINT,
+                )
         return unit
+
+    def _check_times(self, matched: Matched, inner: tuple[int, ...]) -> None:
+        """Raise LayoutError unless a tensor that stays whole has as many rows as its witness says."""
+        witness, other = matched.rule.witness, self._witness(matched)
+        if witness is None or other is None:
+            return
+        expected = witness.times * self._shapes[other][witness.dim]
+        if inner[0] != expected:
+            because = f": {witness.because}" if witness.because else ""
+            raise LayoutError(
+                f"has {counted(inner[0], 'row')}, but {other} {list(self._shapes[other])} says {expected:,}{because}",
+                where=matched.fqn,
+                hint="say whose names they are with --family NAME, or keep all with --family none",
+            )
+
+    def _witness(self, matched: Matched) -> str | None:
+        """The tensor where a size of this one is written a second time; None where there is none."""
+        if matched.rule.witness is None:
+            return None
+        name, n_found = matched.rule.witness.pattern.subn(matched.rule.witness.replacement, matched.parameter)
+        other = matched.fqn.removesuffix(matched.parameter) + name
+        return other if n_found and self._shapes.get(other) else None
 
     def _said(self, rule: NamingRule) -> str:
         return f" with {stated(rule.facts, self._facts)}" if rule.facts else ""

@@ -36,7 +36,8 @@ The first dimension behind those can be taken apart:
 - ``rows``: a fact; rows from there on are padding and left out. Without the fact all are kept.
 - ``counts``: a fact that it must be as long as, if the fact is known.
 - ``witness``: another tensor of the same layer that proves the sizes: ``tensor`` is a pair of pattern and replacement
-  that makes its name of this one's, ``dim`` its dimension, which ``part`` must be as long as.
+  that makes its name of this one's, ``dim`` its dimension, which ``part`` must be as long as. Where there are no parts,
+  all rows must be ``times`` as many; ``because`` says what it means that they are not.
 
 ``drop`` instead of ``to``: the reason why a tensor has no counterpart. ``[[refuse]]``: a ``fact`` that must not be
 true, and ``because``.
@@ -91,8 +92,12 @@ class Witness:
     pattern: re.Pattern[str]
     replacement: str
     dim: int
-    part: int
+    part: int = 0
     """Position in the rule's parts."""
+    times: int = 0
+    """Of a rule without parts: how often the size is in the rows."""
+    because: str = ""
+    """What it means that it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,14 +314,14 @@ def _size(value: Any, where: str) -> str:
 
 
 def _witness(table: Mapping[str, Any], parts: Sequence[NamedPart], where: str) -> Witness:
-    check_keys(table, {"tensor", "dim", "part"}, where)
-    pair, dim, name = table.get("tensor"), table.get("dim"), table.get("part")
+    check_keys(table, {"tensor", "dim", "part"} if parts else {"tensor", "dim", "times", "because"}, where)
+    pair, dim, name, times = (table.get(key) for key in ("tensor", "dim", "part", "times"))
     position = next((number for number, part in enumerate(parts) if part.name == name), None)
-    if not isinstance(pair, list) or len(pair) != 2 or type(dim) is not int or position is None:
-        raise LayoutError(
-            "a witness needs tensor (pattern, replacement), dim (a number) and part (a name)", where=where
-        )
-    return Witness(compiled(pair[0], where), pair[1], dim, position)
+    is_said = position is not None if parts else type(times) is int and times > 0
+    if not isinstance(pair, list) or len(pair) != 2 or type(dim) is not int or not is_said:
+        said = "part (a name)" if parts else "times (a number above 0)"
+        raise LayoutError(f"a witness needs tensor (pattern, replacement), dim (a number) and {said}", where=where)
+    return Witness(compiled(pair[0], where), pair[1], dim, position or 0, times or 0, str(table.get("because", "")))
 
 
 def _checked_facts(table: Mapping[str, Any], source: str) -> list[tuple[str, int]]:

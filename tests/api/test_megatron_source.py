@@ -166,6 +166,45 @@ def test_heads_side_by_side_stay_so(tmp_path: Path) -> None:
     assert "model.decoder.layers.0.self_attention.kv_layernorm.weight" in names
 
 
+def starcoder2_model() -> Arrays:
+    """StarCoder2's: queries, keys and values apart, groups of heads, biases everywhere, no gate."""
+    rng = np.random.default_rng(7)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.k_proj": (GROUPS * HEAD_DIM, HIDDEN), "self_attn.v_proj": (GROUPS * HEAD_DIM, HIDDEN),
+        "mlp.c_fc": (WIDTH, HIDDEN), "mlp.c_proj": (HIDDEN, WIDTH),
+    }  # fmt: skip
+    shapes = {f"model.layers.{n}.{key}.weight": shape for n in range(LAYERS) for key, shape in layer.items()}
+    shapes["model.norm.weight"] = (HIDDEN,)
+    shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_starcoder2_is_not_taken_for_gpt_neox(tmp_path: Path) -> None:
+    """Their names in Megatron are the same: shared keys tell, and who asks for it gets all back, config included."""
+    weights = starcoder2_model()
+    config = config_of("starcoder2", norm_epsilon=1e-6, sliding_window=7, tie_word_embeddings=False)
+    del config["rms_norm_eps"]
+    source = saved(tmp_path / "hf", weights, config)
+    reshard(source, tmp_path / "mg", to="megatron-dist", tp=2, arguments=DIVISOR, durable=False)
+    qkv = read(tmp_path / "mg")["model.decoder.layers.self_attention.linear_qkv.bias"][1]
+    per_group = HEADS // GROUPS * HEAD_DIM
+    np.testing.assert_array_equal(qkv[:per_group], weights["model.layers.1.self_attn.q_proj.bias"][:per_group])
+    np.testing.assert_array_equal(
+        qkv[per_group : per_group + HEAD_DIM], weights["model.layers.1.self_attn.k_proj.bias"][:HEAD_DIM]
+    )
+    with pytest.raises(LayoutError, match=r"has 72 rows, but .*linear_proj\.weight .* says 144: .*--family starcoder2"):
+        export(tmp_path / "mg", tmp_path / "guess", durable=False)
+    assert not (tmp_path / "guess").exists()
+    export(tmp_path / "mg", tmp_path / "back", family="starcoder2", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    assert {key: written.get(key) for key in config} == config
+
+
 def test_config_is_made_of_the_arguments_where_they_suffice(tmp_path: Path) -> None:
     """From a run of real Megatron; where arguments contradict the family or are missing, a note says which."""
     source = CHECKPOINTS / "td_full_t2p2d2/ckpt"

@@ -74,6 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixtral", ""),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "num_experts": 4, "norm_topk_prob": True}, "qwen_moe", ""),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False}, "neox", ""),
+    "starcoder2": ("starcoder2", {}, "starcoder2", ""),
+    "starcoder2, tied": ("starcoder2", {"tie_word_embeddings": True}, "starcoder2", ""),
     "deepseek_v3": (
         "deepseek_v3",
         {**MLA, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
@@ -135,7 +137,8 @@ def forward(scripts: Path, root: Path, tp: int, more: str) -> npt.NDArray[np.flo
         os.environ["CKPT_PEER_MEGATRON"], "launch.py", str(tp), "megatron_forward.py", str(root), str(out),
         "--tensor-model-parallel-size", str(tp), *more.split(),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=False)
+    plain = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # fused functions as they are written: nothing to compile for
+    done = subprocess.run(command, cwd=scripts, env=plain, capture_output=True, text=True, check=False)
     assert "FORWARD OK" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
     logits: npt.NDArray[np.float32] = np.load(out)
     return logits
@@ -175,6 +178,7 @@ def test_megatron_has_the_logits_of_transformers(name: str, scripts: Path, tmp_p
         ("gemma", {"head_dim": 8, "tie_word_embeddings": True}, "gemma"),
         ("gemma2", {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 3}, "gemma2"),
         ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 3}, "gemma3"),
+        ("starcoder2", {"sliding_window": 3}, "starcoder2"),
         ("deepseek_v2", {**MLA, "q_lora_rank": None, "topk_method": "greedy"}, "deepseek"),
         ("llama", {"rope_parameters": LONG}, "llama"),
         ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, **THETA}}, "llama"),
@@ -186,7 +190,7 @@ def test_models_that_no_megatron_here_runs_come_back(
     """HF to TP2 PP2 and back: the logits are the same, with the config that was made of the arguments.
 
     The activation of Gemma 1, 2 and 3 is none of Megatron-LM's, nor are some rotary embeddings; without Transformer
-    Engine it builds no latent attention of whole queries.
+    Engine it builds no latent attention of whole queries, and its softmax takes the mask that it is given, no window.
     """
     run(MAKE, kind, json.dumps(config), tmp_path / "hf")
     run(LOGITS, tmp_path / "hf", tmp_path / "before.npy")
