@@ -5,6 +5,7 @@ Walking it finds the tensors as leaves of boxes, and everything else as slots th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class _Walk:
             self.finish.append(lambda: value.load_state_dict(held))
         elif isinstance(value, MutableMapping) and value:
             self._visit_items(path, value)
-        elif isinstance(value, tuple) and _has_structure(value):
+        elif isinstance(value, (tuple, deque)) and _has_structure(value):
             self._visit_tuple(path, value, set_value)
         elif isinstance(value, MutableSequence) and _has_structure(value):
             for position, each in enumerate(value):
@@ -117,8 +118,13 @@ class _Walk:
             numbered = range(numbers[0], numbers[-1] + 1)
             self.made.append(MadeEntry((*path, key), numbered, lambda key=key: states.pop(key, None)))  # type: ignore[misc]
 
-    def _visit_tuple(self, path: KeyPath, value: tuple[Any, ...], set_value: Callable[[Any], None]) -> None:
-        """One that has other values now is replaced by one with these; its tensors are filled where they are."""
+    def _visit_tuple(
+        self, path: KeyPath, value: tuple[Any, ...] | deque[Any], set_value: Callable[[Any], None]
+    ) -> None:
+        """One that has other values now is replaced by one with these; its tensors are filled where they are.
+
+        Deques too: DCP saves them as one object.
+        """
         n_before, items = len(self.leaves), list(value)
         for position, each in enumerate(value):
             self.visit((*path, position), each, _setter(items, position))
@@ -126,6 +132,9 @@ class _Walk:
 
         def finish() -> None:
             if any(new is not old for new, old in zip(items, value, strict=True)):
+                if isinstance(value, deque):
+                    set_value(type(value)(items, value.maxlen))
+                    return
                 make = getattr(type(value), "_make", type(value))  # a named one takes its values one by one
                 set_value(make(items))
 
@@ -195,7 +204,7 @@ def _has_structure(values: Any) -> bool:
         isinstance(each, (torch.Tensor, MutableMapping))
         or megatron.is_wrapper(each)
         or _is_stateful(each)
-        or (isinstance(each, (MutableSequence, tuple)) and _has_structure(each))
+        or (isinstance(each, (MutableSequence, tuple, deque)) and _has_structure(each))
         for each in values
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,10 @@ STATES: dict[str, Any] = {
     "dict in a tuple": {"h": ({"x": torch.ones(2), "n": 1}, (torch.full((2, 2), 4.0),))},
     "nothing but values": {"n": 3, "text": "abc"},
     "ordered": {"h": OrderedDict(a=(torch.ones(2), 1))},
+    "window": {"w": torch.ones(2), "h": deque([1.0, 2.5], maxlen=4)},
+    "window of tensors": {"h": deque([torch.ones(2), torch.zeros(1)], maxlen=4)},
+    "window in a tuple": {"h": (torch.ones(2), deque([(1, 2), (3, 4)]))},
+    "bounds": {"w": torch.ones(2), "r": range(2, 9, 3), "s": slice(1, None)},
 }
 
 
@@ -69,6 +73,8 @@ def blank(value: Any) -> Any:
         return torch.zeros_like(value)
     if isinstance(value, dict):
         return type(value)((key, blank(each)) for key, each in value.items())
+    if isinstance(value, deque):
+        return deque(map(blank, value), value.maxlen)
     if isinstance(value, (list, tuple)):
         return type(value)(map(blank, value))
     return None
@@ -78,7 +84,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     """All of a state."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, (dict, list, tuple, deque)):
         for each in value.values() if isinstance(value, dict) else value:
             yield from tensors(each)
 

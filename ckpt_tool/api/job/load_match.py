@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -245,7 +245,7 @@ class SavedValues:
         """What is at ``keys`` in an object; nothing where it is of classes that are not made here."""
         if blob.is_loaded:
             is_found, value = _inside(blob.value, keys)
-            if not is_found or is_plain(value):
+            if is_plain(value) if is_found else is_plain(blob.value):
                 return is_found, value
         if blob.where is None or blob.kind != "torch_save":
             return False, None
@@ -266,7 +266,7 @@ def _inside(value: Any, keys: Sequence[str]) -> tuple[bool, Any]:
             if key not in by_text:
                 return False, None
             value = value[by_text[key]]
-        elif isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
+        elif isinstance(value, (list, tuple, deque)) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
         else:
             return False, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -55,15 +56,49 @@ def object_of(data: bytes, within: KeyPath = (), *, trusted: bool, where: str) -
     Raises:
         UnsafePickle: a class that torch does not allow without ``trusted``.
     """
+    queues = _Queues()
     try:
-        with _ALLOWED(_numpy_globals()):
+        with _ALLOWED([*_numpy_globals(), slice, range, queues.maker]):
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         text = f"holds objects that torch.load makes only where it is told to trust them: {str(error).splitlines()[0]}"
         raise UnsafePickle(text, where=where, hint="pass trusted=True if you wrote the checkpoint") from error
+    found = queues.restored(found)
     for key in within:
         found = found[key]
     return found
+
+
+class _Queues:
+    """Deques of one pickle. torch appends to lists alone, so each is a list until all is read."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[list[Any], int | None]] = {}
+
+    @property
+    def maker(self) -> Callable[..., list[Any]]:
+        """What torch is to call for ``collections.deque``; it goes by the name."""
+
+        def make(items: Any = (), maxlen: int | None = None) -> list[Any]:
+            made = list(items)
+            self._made[id(made)] = made, maxlen
+            return made
+
+        make.__module__, make.__name__, make.__qualname__ = "collections", "deque", "deque"
+        return make
+
+    def restored(self, value: Any) -> Any:
+        """``value`` with deques in place of the lists that stand for them."""
+        if not self._made:
+            return value
+        if type(value) is list:
+            items = [self.restored(each) for each in value]
+            return deque(items, self._made[id(value)][1]) if id(value) in self._made else items
+        if type(value) is tuple:
+            return tuple(self.restored(each) for each in value)
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self.restored(each)) for key, each in value.items())
+        return value
 
 
 @cache
