@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,8 +32,9 @@ MORE = (
     "zoo/npz_plain", "zoo/ocdbt_raw", "zoo/orbax_default", "zoo/orbax_files", "zoo/torchsnapshot_files",
 )  # fmt: skip
 """Fixtures of the other kinds: those in archives, larger ones, single files."""
-MADE = {"deepspeed-universal": "deepspeed/ds_z1_fp32"}
-"""Formats that no fixture has, and what is converted."""
+MADE = {"deepspeed-universal": "deepspeed/ds_z1_fp32", "safetensors-ranks": "torch/hf_single"}
+"""Formats that no fixture has, and what is converted, or whose file each rank gets."""
+N_RANKS = 3
 LIMITS = {"deepspeed-universal": 60, "megatron/old012_zarr_t2p1d1": 60, "nanotron/tp2_pp2_dp3": 60}
 """How many places of each kind of damage are tried in hundreds of like files."""
 
@@ -227,10 +229,10 @@ EXPECTED: dict[str, set[str]] = {
     "missing": {"missing-file", "gap", "missing-tensor", "absent-weight"},
     "empty": {"empty-file", "unreadable-file", "missing-chunk"},
     "truncated": {"truncated-file", "empty-file", "missing-chunk", *_REFUSED},
-    "header": {"index-ghost-tensor", "crc-mismatch", "different-replicas", *_REFUSED},
+    "header": {"index-ghost-tensor", "crc-mismatch", "different-replicas", "mixed-steps", *_REFUSED},
     "metadata": {"missing-file", "index-ghost-tensor", "gap", "missing-metadata", "crc-mismatch", *_REFUSED},
-    "payload": {"crc-mismatch", "different-replicas", "nan"},
-    "swapped": {"wrong-rank", "index-wrong-file", "missing-tensor", "truncated-file", "gap", *_REFUSED},
+    "payload": {"crc-mismatch", "different-replicas", "mixed-steps", "nan"},
+    "swapped": {"wrong-rank", "mixed-steps", "index-wrong-file", "missing-tensor", "truncated-file", "gap", *_REFUSED},
     "doubled": {"nan", "crc-mismatch", "gap", "missing-tensor", *_REFUSED},
     "dropped": {"truncated-file", "gap", "nan", "missing-tensor", "crc-mismatch", *_REFUSED},
     "longer": {"missing-tensor", "gap", *_REFUSED},
@@ -266,6 +268,13 @@ UNKNOWABLE: dict[tuple[str, str], str] = {
 
 def damaged(name: str, base: Path) -> Path:
     """A copy of a fixture to be damaged, or one of ``MADE``."""
+    if name == "safetensors-ranks":
+        (base / name).mkdir(parents=True)
+        (whole,) = payload_files(checkpoint_in(placed(MADE[name], base)))
+        for rank in range(N_RANKS):
+            shutil.copyfile(whole, base / name / f"rank{rank}.safetensors")
+        (base / name / "config.json").write_text(json.dumps({"mapping": {"world_size": N_RANKS}}))
+        return base / name
     if name in MADE:
         reshard(placed(MADE[name], base), base / name, to=name, durable=False)
         return base / name
