@@ -166,6 +166,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> Translated:
     groups = values.setdefault("num_query_groups", heads)
     values["group_query_attention"] = groups != heads
     values.setdefault("kv_channels", values["hidden_size"] // heads)
+    values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])
     notes = list(_differences(config, model, where))
     latent = bool(values.get("multi_latent_attention"))
     stretched, said = rope_arguments(_table().rope, config, latent=latent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 from ckpt_tool.errors import LayoutError
@@ -131,7 +131,7 @@ class _Applied:
         if prod(lead) > _MAX_STACKED:
             raise LayoutError(f"counts {prod(lead):,} {' x '.join(axes)}, more than a model has", where=fqn)
         check_counted(rule.counts, inner, self._facts, fqn)
-        pieces = list(self._pieces(matched, inner))
+        pieces = [_laid(rule, piece) for piece in self._pieces(matched, inner)]
         volume = 0
         for index in product(*(range(size) for size in lead)):
             groups = {**matched.groups, **{name: str(at) for name, at in zip(axes, index, strict=True)}}
@@ -237,6 +237,15 @@ class _Applied:
                 )
                 for cut in range(n_cuts)
             ]
+        if rule.joined:
+            starts = accumulate((n_groups * weight * unit for weight in weights), initial=0)
+            moved = [
+                replace(box, target_offsets=(start + box.target_offsets[0], *zeros))
+                for start, own in zip(starts, boxes, strict=False)
+                for box in own
+            ]
+            yield "", (n_groups * sum(weights) * unit, *rest), moved
+            return
         for part, weight, own in zip(parts, weights, boxes, strict=True):
             yield part.name, (n_groups * weight * unit, *rest), own
 
@@ -297,6 +306,15 @@ class _Applied:
 
     def _said(self, rule: NamingRule) -> str:
         return f" with {stated(rule.facts, self._facts)}" if rule.facts else ""
+
+
+def _laid(rule: NamingRule, piece: tuple[str, tuple[int, ...], list[Part]]) -> tuple[str, tuple[int, ...], list[Part]]:
+    """A tensor (name of the part, shape, parts) as the rule's target has it: rows are columns where it says so."""
+    name, shape, parts = piece
+    if not rule.transposed or len(shape) < 2:
+        return piece
+    turned = [replace(part, target_offsets=part.target_offsets[::-1], axes=part.axes[::-1]) for part in parts]
+    return name, shape[::-1], turned
 
 
 class _Blank(dict[str, object]):

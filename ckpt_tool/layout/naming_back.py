@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import accumulate, product
 
 from ckpt_tool.errors import LayoutError
 from ckpt_tool.geometry.box import Box
@@ -76,8 +76,9 @@ def rename_back(
     reverses = list(_reverses(naming, variant))
     parameters = {spelling.parameter for fqn in shapes for spelling in spellings(fqn, {})}
     n_stated = known["layers"].value if "layers" in known else None
+    lacking = "" if any(name.startswith(naming.prefix) for name in parameters) else naming.prefix
     for fqn in shapes:
-        found = next(_found(fqn, reverses, parameters, n_stated), None)
+        found = next(_found(fqn, reverses, parameters, n_stated, lacking), None)
         if found is not None:
             uses[found[0], found[1].rule].append(found[2])
             continue
@@ -150,18 +151,19 @@ def _group_text(pattern: str, name: str) -> str:
 
 
 def _found(
-    fqn: str, reverses: Sequence[_Reverse], names: set[str], n_layers: int | None
+    fqn: str, reverses: Sequence[_Reverse], names: set[str], n_layers: int | None, lacking: str
 ) -> Iterator[tuple[str, _Reverse, _Use]]:
     """Name of the target (without numbers), rule and use of a tensor, by the rules that lead to it.
 
-    ``n_layers`` is the number of layers, where it is known: those behind are of the rules for such layers.
+    ``n_layers`` is the number of layers, where it is known: those behind are of the rules for such layers. ``lacking``
+    is what all names should have in front and none has.
     """
     has_behind = any(reverse.rule.is_behind for reverse in reverses)
     for spelling in spellings(fqn, {}):
         if spelling.slot is not None or spelling.adapter is not None:
             continue
         for reverse in reverses:
-            match = reverse.pattern.fullmatch(spelling.parameter)
+            match = reverse.pattern.fullmatch(lacking + spelling.parameter)
             if match is None:
                 continue
             groups = match.groupdict()
@@ -245,6 +247,7 @@ def _joined(
 ) -> View:
     """One tensor of all its parts, layers and experts."""
     parts = rule.parts or (NamedPart(""),)
+    stored = (NamedPart(""),) if rule.joined else parts
     numbers = {name: {getattr(use, name) for use in uses} for name in _NUMBERED}
     lead = tuple(_count(f"{what}s", numbers[what], facts, name) for what in _NUMBERED if numbers[what] != {None})
     by_place: dict[tuple[int, ...], dict[str, str]] = defaultdict(dict)
@@ -253,23 +256,30 @@ def _joined(
         by_place[place][use.part] = use.fqn
     first = by_place[(0,) * len(lead)]
     for place in product(*map(range, lead)):
-        _check_parts(name, place, by_place.get(place, {}), parts, first, shapes)
-    shape = shapes[first[parts[0].name]]
-    check_counted(rule.counts, shape, facts, first[parts[0].name])
+        _check_parts(name, place, by_place.get(place, {}), stored, first, shapes)
+    shapes = {use.fqn: shapes[use.fqn][::-1] if rule.transposed else shapes[use.fqn] for use in uses}
+    shape = shapes[first[stored[0].name]]
+    check_counted(rule.counts, shape, facts, first[stored[0].name])
     if not shape:
         targets = [Part(own[""], Box((), ()), place, (-1,) * len(lead)) for place, own in by_place.items()]
         return View(name, lead, tuple(targets))
     weights = [size_of(part.weight, facts, name) for part in parts]
     n_groups = size_of(rule.groups, facts, name)
-    unit = _unit(name, rule, [shapes[first[part.name]] for part in parts], weights, n_groups, facts)
+    if rule.joined:
+        of_parts = _cut(first[""], shape, weights, n_groups)
+    else:
+        of_parts = [shapes[first[part.name]] for part in parts]
+    starts = list(accumulate((rows for rows, *_ in of_parts), initial=0)) if rule.joined else [0] * len(parts)
+    unit = _unit(name, rule, of_parts, weights, n_groups, facts)
     pieces = list(pieces_of(weights, unit, n_groups))
     rest = shape[1:]
-    axes = (*(-1,) * len(lead), *range(len(shape)))
+    order = -1 if rule.transposed else 1  # of a source's dimensions
+    axes = (*(-1,) * len(lead), *range(len(shape))[::order])
     zeros = (0,) * len(rest)
     boxes = tuple(
         Part(
-            own[parts[piece.part].name],
-            Box((piece.part_row, *zeros), (piece.rows, *rest)),
+            own["" if rule.joined else parts[piece.part].name],
+            Box((starts[piece.part] + piece.part_row, *zeros)[::order], (piece.rows, *rest)[::order]),
             (*place, piece.fused_row, *zeros),
             axes,
         )
@@ -280,10 +290,22 @@ def _joined(
     padded = n_rows.get(rule.rows, rows)
     if padded < rows:
         raise LayoutError(
-            f"has {counted(rows, 'row')}, more than the {padded:,} of the target", where=first[parts[0].name]
+            f"has {counted(rows, 'row')}, more than the {padded:,} of the target", where=first[stored[0].name]
         )
     padding = (Box((*(0,) * len(lead), rows, *zeros), (*lead, padded - rows, *rest)),) if padded > rows else ()
     return View(name, (*lead, padded, *rest), boxes, padding)
+
+
+def _cut(fqn: str, shape: tuple[int, ...], weights: Sequence[int], n_groups: int) -> list[tuple[int, ...]]:
+    """Shapes of the parts that lie one behind the other in a tensor of this shape."""
+    unit, rest = divmod(shape[0], n_groups * sum(weights))
+    if rest or not unit:
+        raise LayoutError(
+            f"{counted(shape[0], 'row', 'are')} not {counted(n_groups, 'group')} of sizes {list(weights)}",
+            where=fqn,
+            hint=FACT_HINT,
+        )
+    return [(unit * weight * n_groups, *shape[1:]) for weight in weights]
 
 
 def _check_parts(

@@ -32,6 +32,8 @@ The first dimension behind those can be taken apart:
   its relative size: a number, or facts with ``*`` and ``/`` between them, as in ``heads/kv_heads``.
 - ``groups``: the parts repeat that often, and a part's tensor is its pieces of all groups, joined.
 - ``unit``: a name for the size of weight 1; it is the same in all tensors, and as the fact of that name says, if any.
+- ``joined``: the tensors of the parts are one, each behind the one before; ``to`` has no ``{part}``.
+- ``transposed``: rows are columns under the name in ``to``; what has one dimension stays as it is.
 - ``halves``: in each group rows 0, 2, 4 ... come first, then 1, 3, 5 ... (rotary pairs become rotary halves).
 - ``rows``: a fact; rows from there on are padding and left out. Without the fact all are kept.
 - ``counts``: a fact that it must be as long as, if the fact is known.
@@ -68,9 +70,24 @@ from ckpt_tool.records import dataclass
 
 __all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
 
-_RULE_KEYS = {"match", "to", "drop", "parts", "groups", "unit", "halves", "rows", "counts", "witness", "back", "beside"}
+_RULE_KEYS = {
+    "match",
+    "to",
+    "drop",
+    "parts",
+    "groups",
+    "unit",
+    "halves",
+    "rows",
+    "counts",
+    "witness",
+    "back",
+    "beside",
+    "joined",
+    "transposed",
+}
 _NAMING_KEYS = {
-    "name", "family", "detect", "absent", "base", "layers", "experts", "of", "only_asked", "allow", "behind",
+    "name", "family", "detect", "absent", "base", "layers", "experts", "of", "only_asked", "allow", "behind", "prefix",
 }  # fmt: skip
 _BEHIND_KEYS = {"match", "back", "instead_of"}
 _COUNTED = ("layer", "expert")
@@ -111,6 +128,8 @@ class NamingRule:
     groups: str = "1"
     unit: str = ""
     halves: bool = False
+    joined: bool = False
+    transposed: bool = False
     rows: str = ""
     counts: str = ""
     witness: Witness | None = None
@@ -155,6 +174,8 @@ class Naming:
     """Facts that a base refuses."""
     layers: str = r"(?:.*\.)?(?P<layer>\d+)\."
     experts: str = r"(?P<expert>\d+)\."
+    prefix: str = ""
+    """What names of the other family have in front, and lack where the model was saved without its head."""
     behind: tuple[str, str, str] | None = None
     """Pattern and name of what is in front of the names in layers behind the others, and instead of what."""
 
@@ -226,6 +247,7 @@ def load_naming(
         allowed=tuple(head.get("allow", ())),
         layers=head.get("layers", plain.layers),
         experts=head.get("experts", plain.experts),
+        prefix=str(head.get("prefix", plain.prefix)),
         behind=_behind(head["behind"], source) if "behind" in head else plain.behind,
     )
     rules = [
@@ -273,6 +295,8 @@ def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
         groups=_size(table.get("groups", 1), where),
         unit=str(table.get("unit", "")),
         halves=bool(table.get("halves", False)),
+        joined=bool(table.get("joined", False)),
+        transposed=bool(table.get("transposed", False)),
         rows=str(table.get("rows", "")),
         counts=str(table.get("counts", "")),
         witness=_witness(table["witness"], parts, where) if "witness" in table else None,
@@ -281,9 +305,15 @@ def _rule(table: Mapping[str, Any], naming: Naming, where: str) -> NamingRule:
     )
     if rule.back and rule.halves:
         raise LayoutError("halves cannot be put back into pairs: back goes without halves", where=where)
-    if rule.rows and (rule.parts or rule.groups != "1" or rule.halves):
-        raise LayoutError("rows goes without parts, groups and halves", where=where)
-    names = {*pattern.groupindex, *(["part"] if parts else []), *(["layer"] if rule.is_behind else [])}
+    if rule.joined and (not parts or rule.halves):
+        raise LayoutError("joined goes with parts and without halves", where=where)
+    if rule.rows and (rule.parts or rule.transposed or rule.groups != "1" or rule.halves):
+        raise LayoutError("rows goes without parts, groups, halves and transposed", where=where)
+    names = {
+        *pattern.groupindex,
+        *(["part"] if parts and not rule.joined else []),
+        *(["layer"] if rule.is_behind else []),
+    }
     unknown = sorted(set(re.findall(r"{(\w*)}", to)) - names)
     if unknown or to.count("{") != len(re.findall(r"{\w+}", to)) or to.count("}") != to.count("{"):
         raise LayoutError(f"{to!r} uses {unknown}, known are {sorted(names)}", where=where)

@@ -173,6 +173,8 @@ def test_a_part_of_the_model_may_lack_layers() -> None:
          "a witness needs .* times"),
         ("[[rule]]\nmatch = 'a'\nto = 'b'\nwitness = { tensor = ['a', 'b'], dim = 0, part = 'q' }",
          "unknown key 'part'"),
+        ("[[rule]]\nmatch = 'a'\nto = 'b'\njoined = true", "joined goes with parts"),
+        ("[[rule]]\nmatch = 'a'\nto = 'b'\nrows = 'vocab'\ntransposed = true", "rows goes without"),
         ("[facts]\nheads = 'many'", "fact heads must be a number above 0"),
         ("[naming]\nbase = 'nothing'", "unknown base 'nothing'"),
     ],

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # Fact: its name among Megatron's arguments, and in a Hugging Face config.
-_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 _RECORDED = {
     "heads": ("num_attention_heads", "num_attention_heads"),
     "kv_heads": ("num_query_groups", "num_key_value_heads"),
