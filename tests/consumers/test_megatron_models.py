@@ -74,6 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixtral", ""),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "num_experts": 4, "norm_topk_prob": True}, "qwen_moe", ""),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False}, "neox", ""),
+    "phi3": ("phi3", {"vocab_size": 32064}, "phi3", ""),
+    "phi3, partly rotary": ("phi3", {"vocab_size": 32064, "partial_rotary_factor": 0.5}, "phi3", ""),
     "gpt2": ("gpt2", {"n_inner": 48}, "gpt2", ""),
     "gpt2, tied": ("gpt2", {"tie_word_embeddings": True}, "gpt2", ""),
     "starcoder2": ("starcoder2", {}, "starcoder2", ""),

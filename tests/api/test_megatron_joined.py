@@ -1,4 +1,4 @@
-"""GPT-2 of transformers under Megatron's names and back: its linear layers are transposed, its heads lie apart."""
+"""Models of transformers whose projections lie in one tensor, in another order than Megatron's: GPT-2 and Phi-3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from safetensors.numpy import load_file
 from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.errors import LayoutError
-from tests.api.test_megatron_source import DIVISOR, HEADS, HIDDEN, LAYERS, VOCAB, Arrays, read, saved
+from tests.api.test_megatron_source import (
+    DIVISOR,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    Arrays,
+    config_of,
+    model,
+    read,
+    saved,
+)
 
 
 def gpt2_model() -> Arrays:
@@ -71,3 +82,29 @@ def test_gpt2_of_other_sizes_is_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "relu", weights, {**GPT2, "activation_function": "relu"})
     with pytest.raises(LayoutError, match="activation_function is 'relu', expected 'gelu_new'"):
         reshard(source, tmp_path / "mg", to="megatron-dist", arguments=DIVISOR, durable=False)
+
+
+def test_phi3_is_llama_with_projections_in_one_tensor(tmp_path: Path) -> None:
+    """Megatron has the same of either, shared keys and all; who asks for Phi-3 gets its names and config."""
+    apart = model()
+    weights = {name: array for name, array in apart.items() if not name.endswith(("q_proj.weight", "k_proj.weight"))}
+    for n in range(LAYERS):
+        attention, mlp = f"model.layers.{n}.self_attn.", f"model.layers.{n}.mlp."
+        joined = [apart[f"{attention}{name}_proj.weight"] for name in "qkv"]
+        weights[f"{attention}qkv_proj.weight"] = np.concatenate(joined)
+        joined = [apart[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")]
+        weights[f"{mlp}gate_up_proj.weight"] = np.concatenate(joined)
+        for name in (f"{attention}v_proj", f"{mlp}gate_proj", f"{mlp}up_proj"):
+            del weights[f"{name}.weight"]
+    config = config_of("phi3", partial_rotary_factor=0.5)
+    reshard(saved(tmp_path / "phi", weights, config), tmp_path / "mg", to="megatron-dist", tp=2, durable=False)
+    reshard(saved(tmp_path / "llama", apart, config_of("llama")), tmp_path / "same", to="megatron-dist", durable=False)
+    found, expected = read(tmp_path / "mg"), read(tmp_path / "same")
+    for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
+        full = f"model.decoder.layers.{name}"
+        np.testing.assert_array_equal(found[full], expected[full])
+    export(tmp_path / "mg", tmp_path / "back", family="phi3", durable=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert {fqn: a.tobytes() for fqn, a in back.items()} == {fqn: a.tobytes() for fqn, a in weights.items()}
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    assert {key: written.get(key) for key in config} == config
