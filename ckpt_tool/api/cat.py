@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tool.api.checkpoint import DEFAULT_MEMORY_BYTES, Checkpoint, TensorView, open_checkpoint
-from ckpt_tool.errors import TargetExists
+from ckpt_tool.api.ranks_apart import with_ranks_apart
+from ckpt_tool.errors import IntegrityError, TargetExists
+from ckpt_tool.manifest.concatenate import fqn_without_rank, names_of_ranks
 from ckpt_tool.manifest.select import parse_slice
 from ckpt_tool.records import dataclass
+from ckpt_tool.sizes import counted, shell_word, some_of
 from ckpt_tool.storage.side_file import unwritable
 from ckpt_tool.storage.target import open_target
 from ckpt_tool.storage.urls import is_local, local_path
@@ -61,6 +64,7 @@ def cat(
 
     Raises:
         NotFound: no such tensor; the hint names the nearest ones.
+        IntegrityError: ranks saved different values of it, and nothing says how these join; each has a name of its own.
         UsageError: the slice does not fit the tensor.
     """
     if not isinstance(source, Checkpoint):
@@ -69,9 +73,21 @@ def cat(
     part = source.part_of([what])
     if part is source and what.endswith("]"):
         part = source.part_of([parse_slice(what)[0]])
-    fqn, index = (what, ()) if what in part.manifest.tensors.index else parse_slice(what)
+    fqn, index = (what, ()) if _is_name(what, part) else parse_slice(what)
+    part = with_ranks_apart(part, {fqn, fqn_without_rank(fqn)})
+    of_ranks = names_of_ranks(part.manifest.tensors.fqns).get(fqn, {})
+    if of_ranks and fqn not in part.manifest.tensors.index:
+        said = f"{fqn!r} is another one on each of {counted(len(of_ranks), 'rank')}, and nothing says how they join"
+        names = some_of([shell_word(name) for name in of_ranks.values()])
+        raise IntegrityError(said, where=part.url, hint=f"name one of them: {names}")
     view = TensorView(part, fqn)
     return Excerpt(fqn, view.dtype.name, view.shape, view[index])
+
+
+def _is_name(what: str, checkpoint: Checkpoint) -> bool:
+    """Whether it is all name, of a tensor or of what one rank has of it, and no slice."""
+    index = checkpoint.manifest.tensors.index
+    return what in index or fqn_without_rank(what) in index
 
 
 def save_npy(excerpt: Excerpt, path: str, *, overwrite: bool = False) -> str | None:

@@ -63,15 +63,15 @@ def check_replicas(checkpoint: Checkpoint, fqns: Collection[str]) -> None:
         )
 
 
-def with_ranks_apart(checkpoint: Checkpoint) -> Checkpoint:
+def with_ranks_apart(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> Checkpoint:
     """The checkpoint with ``name@rank<r>`` for each rank's, in place of tensors of which ranks hold different values.
 
-    Costs what `unequal_tensors` does. It need not be closed, and is itself where there are no such tensors.
+    Costs what `unequal_tensors` does. It need not be closed, and is itself where there are no such tensors among
+    ``fqns`` (None: all).
     """
     manifest = checkpoint.manifest
-    unequal = [
-        fqn for fqn in unequal_tensors(checkpoint, manifest.tensors.index) if _is_whole_everywhere(manifest, fqn)
-    ]
+    found = unequal_tensors(checkpoint, manifest.tensors.index if fqns is None else fqns)
+    unequal = [fqn for fqn in found if _is_whole_everywhere(manifest, fqn)]
     if not unequal:
         return checkpoint
     split = split_ranks(checkpoint.manifest, unequal)

@@ -43,6 +43,17 @@ def test_digests_are_of_each_rank(tmp_path: Path) -> None:
     assert [finding.fqn for finding in found if finding.kind == "digest-mismatch"] == ["own@rank1"]
 
 
+def test_cat_shows_one_ranks(tmp_path: Path) -> None:
+    """Nobody is shown the first rank's as if it were all there is; each can be named, with a slice too."""
+    source = save(tmp_path / "one", of_second=1.0)
+    with pytest.raises(IntegrityError, match="'own' is another one on each of 2 ranks") as caught:
+        ckpt_tool.cat(source, "own")
+    assert caught.value.hint == "name one of them: own@rank0, own@rank1"
+    assert ckpt_tool.cat(source, "own@rank1").array.tolist() == [1.0] * 4
+    assert ckpt_tool.cat(source, "own@rank1[:2]").array.tolist() == [1.0] * 2
+    assert ckpt_tool.cat(source, "same").array.tolist() == [1.0] * 3
+
+
 def test_a_load_stops(tmp_path: Path) -> None:
     """It would fill every rank with the first one's values; what ranks have alike is loaded."""
     source = save(tmp_path / "one", of_second=1.0)
