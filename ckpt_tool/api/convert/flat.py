@@ -135,7 +135,8 @@ def with_flat_table(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Che
     names = {".".join(map(str, (*v.before, s.fqn))) for v in vectors.values() for s in v.flat.segments} - {*vectors}
     pieces = {fqn for fqn in (*resolved.tensors.fqns, *ranks) if fqn in names}
     cut = unflatten_all(_without(resolved, pieces), vectors, optimizers)
-    said = f"{counted(len(vectors), 'flat parameter', 'are')} {counted(len(names), 'parameter')}, as {source} says"
+    n_held = sum(len(vector.flat.segments) for vector in vectors.values())
+    said = f"{counted(len(vectors), 'flat parameter', 'are')} {counted(n_held, 'parameter')}, as {source} says"
     if pieces:
         said += f"; what ranks have of {some_of(sorted(pieces))} by itself is left out, which is part of them"
     notes = (said, *(known for known in cut.notes if "cannot unflatten" not in known))
