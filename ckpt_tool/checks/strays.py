@@ -9,12 +9,13 @@ from ckpt_tool.checks.extents import some_names
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import FileRange, Manifest
 from ckpt_tool.sizes import counted
+from ckpt_tool.storage.altered_names import is_unfinished
 from ckpt_tool.storage.store import Listing
 
 __all__ = ["other_files", "stray_findings"]
 
-# What savers and downloaders leave behind when they are interrupted.
-_UNFINISHED_SUFFIXES = (".tmp", ".temp", ".incomplete", ".partial", ".part", ".crdownload", ".aria2")
+_NOT_ALL_HERE = ".aria2"
+"""Ends the name of a list of what is not fetched yet of a file that has its length from the start, in zeros."""
 # Files that describe a checkpoint without being part of its data.
 _COMPANION_SUFFIXES = (
     ".metadata", ".json", ".jsonl", ".md", ".txt", ".model", ".jinja", ".py", ".yaml", ".yml", ".toml", ".lock", ".log",
@@ -36,7 +37,11 @@ def stray_findings(manifest: Manifest, listing: Listing) -> Iterator[Finding]:
             continue
         nbytes = listing.sizes[path]
         place = FileRange(path, 0, nbytes)
-        if path.endswith(_UNFINISHED_SUFFIXES):
+        if path.endswith(_NOT_ALL_HERE) and path.removesuffix(_NOT_ALL_HERE) in used:
+            name = path.removesuffix(_NOT_ALL_HERE)
+            said = f"{path} tells that the download of {name} has not ended: parts of it are zeros; start it again"
+            yield Finding("unfinished-file", Severity.ERROR, said, where=FileRange(name, 0, 0))
+        elif is_unfinished(path):
             said = f"{path} ({counted(nbytes, 'byte')}) is what an interrupted save or download leaves"
             yield Finding("unfinished-file", Severity.WARNING, said, where=place)
         elif (_folder(path), _suffix(path)) not in kinds:
@@ -60,13 +65,15 @@ def other_files(manifest: Manifest, listing: Listing) -> tuple[str, ...]:
     """Files that are no part of the checkpoint, nor look like one, nor describe it, nor are checked beside it."""
     used, kinds = _used(manifest)
     used.update(side_files(manifest, listing))
-    known = (*_UNFINISHED_SUFFIXES, *_COMPANION_SUFFIXES)
     others = _left_out(manifest)
     return tuple(
         path
         for path in listing.paths
         if path in others
-        or (path not in used and (_folder(path), _suffix(path)) not in kinds and not path.endswith(known))
+        or (
+            not (path in used or (_folder(path), _suffix(path)) in kinds)
+            and not (is_unfinished(path) or path.endswith(_COMPANION_SUFFIXES))
+        )
     )
 
 

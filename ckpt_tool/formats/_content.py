@@ -53,6 +53,7 @@ class Content:
 
 
 _MAGIC: tuple[tuple[bytes, Content], ...] = (
+    (b"\x00\x05\x16\x07", Content("what macOS keeps beside a file, not the file itself", "name it without ._")),
     (b"\x1f\x8b", Content("a gzip file", "unpack it with gunzip")),
     (b"\x28\xb5\x2f\xfd", Content("a zstd file", "unpack it with zstd -d")),
     (b"BZh", Content("a bzip2 file", "unpack it with bunzip2")),

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 
 from ckpt_tool.formats._content import Content
 from ckpt_tool.sizes import counted
+from ckpt_tool.storage.altered_names import is_placeholder, is_unfinished, under_other_names
 
 __all__ = ["folder_content", "kinds_of_files", "named_content", "telling_files"]
 
-_UNFINISHED = re.compile(r"\.(?:incomplete|part|partial|crdownload|aria2|download|tmp)$")
-_PLACEHOLDER = re.compile(r"(?:^|/)\.[^/]+\.icloud$|\.(?:icloud|cloudf?|gdownload)$")
 _ARCHIVE = re.compile(r"\.(?:tar|tgz|tbz2|txz|zip|7z|rar|tar\.(?:gz|bz2|xz|zst))$")
 _PACKED_TAR = re.compile(r"\.(?:tgz|tbz2|txz|tar\.(?:gz|bz2|xz|zst))$")
 _TOKENIZER = re.compile(
@@ -33,9 +32,6 @@ _COMPILED = (
     (re.compile(r"(?:^|/)saved_model\.pb$"), "a TensorFlow model"),
     (re.compile(r"\.mlmodel$|\.mlpackage/"), "a Core ML model"),
 )
-
-_RENAMED = re.compile(r"\.?metadata(?!\.json$)([ .~(-][^/]*)?", re.IGNORECASE)
-"""What ``.metadata`` of DCP is called before torch renames it, and after what copies and downloads do to names."""
 _UNENDED, _END_IT = "a download or a save that did not end", "let it end, or start it again"
 
 
@@ -45,7 +41,7 @@ def named_content(path: str) -> Content | None:
     >>> named_content("a.tgz").fix, named_content("a.pt.part").fix, named_content("a.pt")
     ('unpack it with tar -xf', 'let it end, or start it again', None)
     """
-    if _UNFINISHED.search(path):
+    if is_unfinished(path):
         return Content(_UNENDED, _END_IT)
     if _PACKED_TAR.search(path):
         return Content("a compressed tar archive", "unpack it with tar -xf")
@@ -64,17 +60,17 @@ def folder_content(sizes: Mapping[str, int]) -> Content | None:
     items = [path for path in sizes if path.endswith(".distcp")]
     if items and ".metadata" not in sizes:
         n = counted(len(items), ".distcp file")
-        renamed = next((path for path in sorted(sizes) if sizes[path] and _RENAMED.fullmatch(path)), None)
-        it = "" if renamed is None else f"see whether {renamed!r} is it, and copy it to .metadata; else "
+        altered = under_other_names([".metadata"], {path: nbytes for path, nbytes in sizes.items() if nbytes})
+        it = "".join(f"see whether {each.path!r} is it, and copy it to .metadata; else " for each in altered.values())
         return Content(
             f"{n} without .metadata, which names what they hold: its save did not end, or it was not copied",
             f"{it}fetch .metadata, or take what can be told without it: ckpt verify FOLDER --salvage OUT",
         )
-    unfinished = [path for path in sizes if _UNFINISHED.search(path)]
+    unfinished = [path for path in sizes if is_unfinished(path)]
     if unfinished:
         n = counted(len(unfinished), "unfinished file")
         return Content(f"{_UNENDED}: {n} ({unfinished[0]})", _END_IT)
-    waiting = [path for path in sizes if _PLACEHOLDER.search(path)]
+    waiting = [path for path in sizes if is_placeholder(path)]
     if waiting:
         n = counted(len(waiting), "placeholder")
         return Content(f"{n} of files that lie in a cloud ({waiting[0]})", "have them downloaded to this machine first")

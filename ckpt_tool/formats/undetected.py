@@ -12,6 +12,7 @@ from ckpt_tool.formats.base import SURE, TAKEN_ABOVE, Probe, Reader, Source
 from ckpt_tool.formats.lacking import empty_metadata, lacking_files
 from ckpt_tool.formats.registry import readers
 from ckpt_tool.sizes import counted, some_of
+from ckpt_tool.storage.altered_names import under_other_names
 from ckpt_tool.storage.local.above import broken_links, folders_above
 from ckpt_tool.storage.virtual.subfolder import Subfolder, sublisting
 from ckpt_tool.storage.virtual.tar import TarStore
@@ -86,6 +87,10 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
     looked_at = (path for path in telling[:_MAX_FILES_TRIED] if source.listing.nbytes(path))
     stand_in = next((path for path in looked_at if _is_stand_in(source, path)), None)
     lacking = lacking_files(source.listing.sizes)
+    altered = under_other_names(lacking, source.listing.sizes)
+    if altered and ".metadata" not in altered:
+        path, its = next(iter(altered.items()))
+        return NotFound(f"{path} is missing", where=url, hint=its.said, files=tuple(lacking))
     if lacking and (stand_in is None or "/" in stand_in) and _OF_THE_WHOLE.fullmatch(lacking[0]):
         return NotFound(
             f"{lacking[0]} is missing, without which nothing tells what the other files hold: its save did not end, or "

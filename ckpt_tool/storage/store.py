@@ -12,7 +12,7 @@ from ckpt_tool.errors import NotFound
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass, field
 
-__all__ = ["REMOTE_COST", "Listing", "ReadCost", "Store"]
+__all__ = ["REMOTE_COST", "Listing", "ReadCost", "Store", "without_shadows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,25 @@ class Listing:
         if size is None:
             raise NotFound("no such file", where=f"{self.url.rstrip('/')}/{path}")
         return size
+
+
+def without_shadows(sizes: Mapping[str, int], entry: str | None = None) -> dict[str, int]:
+    """The files without those in which macOS keeps the attributes of others, on drives and in archives that have none.
+
+    They have the ending of the files that they stand beside, in number and place, and nothing of what these hold.
+    ``entry``, which somebody named, stays. Source: RFC 1740 (AppleDouble); ``tar`` and ``zip`` of macOS.
+
+    >>> without_shadows({"a.pt": 9, "._a.pt": 4, "._b.pt": 4, "__MACOSX/._a.pt": 4})
+    {'a.pt': 9, '._b.pt': 4}
+    """
+    return {path: n for path, n in sizes.items() if "._" not in path or path == entry or not _is_shadow(path, sizes)}
+
+
+def _is_shadow(path: str, sizes: Mapping[str, int]) -> bool:
+    folder, slash, name = path.rpartition("/")
+    return name.startswith("._") and (
+        f"{folder}{slash}{name.removeprefix('._')}" in sizes or "__MACOSX" in folder.split("/")
+    )
 
 
 class Store(Protocol):

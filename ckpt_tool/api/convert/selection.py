@@ -19,6 +19,7 @@ from ckpt_tool.manifest.subset import only_tensors
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word, some_of
+from ckpt_tool.storage.altered_names import under_other_names
 
 __all__ = ["Selection", "no_tensors", "select_tensors", "unflattened"]
 
@@ -128,12 +129,14 @@ def select_tensors(
     if missing:
         lost = [fqn for names in missing.values() for fqn in names]
         is_known = all(missing.values())
+        others = under_other_names(missing, checkpoint.source.listing.sizes, (e.path for e in manifest.files))
+        fetch = f"{next(iter(others.values())).said}; else fetch them" if others else "fetch them"
         raise CoverageError(
             f"tensors of {counted(len(missing), 'missing file')} would be lost: {some_of(list(missing))}"
             + (f"; {'' if is_known else 'among them '}{some_of(lost)}" if lost else ""),
             where=checkpoint.url,
             hint=(
-                f'fetch them; "ckpt verify {shell_word(checkpoint.url)}" lists all, and with --salvage OUT it keeps '
+                f'{fetch}; "ckpt verify {shell_word(checkpoint.url)}" lists all, and with --salvage OUT it keeps '
                 f"what is left{'; what is left out with --exclude is not missed' if is_known else ''}"
             ),
         )

@@ -13,6 +13,7 @@ from ckpt_tool.api.runs.endings import INDEX, PAYLOAD, cut_files
 from ckpt_tool.api.runs.names import TRACKERS, StepFiles
 from ckpt_tool.api.runs.parts import folder_source, parts_of
 from ckpt_tool.checks.extents import extent_findings, measure
+from ckpt_tool.checks.other_names import with_other_names
 from ckpt_tool.checks.stand_ins import with_stand_ins
 from ckpt_tool.errors import CkptError, FormatError, StorageError
 from ckpt_tool.formats._hf_index import parse_index
@@ -24,6 +25,7 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.numerals import numeral
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, format_bytes, some_of
+from ckpt_tool.storage.altered_names import is_unfinished, under_other_names
 from ckpt_tool.storage.store import Listing, Store
 from ckpt_tool.storage.unfinished import MARKER_NAME
 
@@ -36,7 +38,6 @@ _EXAMPLES = 3
 _READ_FROM_METADATA = frozenset(
     {"accelerate", "bytecheckpoint", "dcp", "megatron-dist", "megatron-zarr", "orbax", "torchsnapshot"}
 )
-_UNFINISHED = re.compile(rf"\.(?:tmp|incomplete|partial|crdownload|aria2)$|(?:^|/){MARKER_NAME}$")
 
 # Files that each rank of a grid writes; the numbers count from 0 (shards of transformers from 1), and all combinations
 # are there. Layers and experts of DeepSpeed are numbered with gaps.
@@ -151,6 +152,7 @@ def _by_metadata(source: Source, reader: Reader) -> _Read:
         except CkptError as error:
             return _Read((f"its metadata cannot be read: {error}",), None)
         missing = with_stand_ins(extent_findings(manifest, listing, measure(manifest, listing)), source)
+        missing = with_other_names(missing, manifest, listing)
         lacking = reader.check_metadata(source, manifest) if isinstance(reader, MetadataChecker) else ()
         errors = [*missing, *(finding for finding in lacking if finding.severity is Severity.ERROR)]
         return _Read((*(finding.message for finding in errors), *cut_files(source)), manifest)
@@ -191,14 +193,16 @@ def _by_index(source: Source, path: str) -> Iterator[str]:
     names, total = set(index.files), index.total_size
     missing = sorted(name for name in names if name not in listing.sizes)
     if missing:
-        yield f"{path} names {len(missing):,} of {counted(len(names), 'file')} that are missing: {some_of(missing)}"
+        others = under_other_names(missing, listing.sizes, names)
+        said = f"{path} names {len(missing):,} of {counted(len(names), 'file')} that are missing: {some_of(missing)}"
+        yield f"{said}; {next(iter(others.values())).said}" if others else said
     elif isinstance(total, int) and (held := sum(listing.sizes[name] for name in names)) < total:
         yield f"the shards of {path} have {format_bytes(held)} together, expected at least {format_bytes(total)}"
 
 
 def _by_names(step: StepFiles) -> Iterator[str]:
     """What names and sizes alone say."""
-    unfinished = [path for path in step.sizes if _UNFINISHED.search(path)]
+    unfinished = [path for path in step.sizes if is_unfinished(path) or path.rpartition("/")[2] == MARKER_NAME]
     if unfinished:
         yield f"{counted(len(unfinished), 'unfinished file')}: {some_of(unfinished)}"
     empty = [path for path, nbytes in step.sizes.items() if nbytes == 0 and PAYLOAD.search(path)]

@@ -17,6 +17,7 @@ from ckpt_tool.api.workers import reading_workers
 from ckpt_tool.checks.absent import missing_file_findings
 from ckpt_tool.checks.companions import side_files
 from ckpt_tool.checks.extents import measure
+from ckpt_tool.checks.other_names import with_other_names
 from ckpt_tool.checks.payload import check_content, check_headers, check_metadata
 from ckpt_tool.checks.report import LEVELS, VerifyReport, sort_findings
 from ckpt_tool.checks.stand_ins import stand_ins, with_stand_ins
@@ -176,6 +177,7 @@ def _report(
             checked_nbytes, covered_nbytes = content.checked_nbytes + told_nbytes, content.covered_nbytes
             unproven = content.unproven_files
     findings = [*_parts_explained(checkpoint, findings), *missing_file_findings(manifest, findings)]
+    findings = list(with_other_names(findings, manifest, source.listing))
     named = {finding.where.path for finding in findings if finding.where is not None}
     coded = {entry.path: entry.part for entry in manifest.files if entry.part is not None and entry.path in named}
     return VerifyReport(

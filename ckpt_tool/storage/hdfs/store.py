@@ -10,7 +10,7 @@ from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.hdfs.client import HdfsClient, split_hdfs_url
 from ckpt_tool.storage.listed_once import ListedOnce
 from ckpt_tool.storage.nearby import did_you_mean
-from ckpt_tool.storage.store import REMOTE_COST, Listing
+from ckpt_tool.storage.store import REMOTE_COST, Listing, without_shadows
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["HdfsStore", "open_hdfs"]
@@ -48,7 +48,7 @@ class HdfsStore:
         files = {f.path[len(self._root) + 1 :]: f for f in found}
         if not files:
             raise NotFound("nothing is here", where=self.url)
-        sizes = {path: files[path].nbytes for path in sorted(files)}
+        sizes = without_shadows({path: files[path].nbytes for path in sorted(files)}, self._entry)
         times = {path: f.modified for path, f in files.items()}
         return Listing(self.url, sizes, self._entry, times)
 

@@ -21,7 +21,7 @@ from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.sizes import counted, shell_word
 from ckpt_tool.storage.fetch import fetch_all
 from ckpt_tool.storage.local.handles import Handle, Handles
-from ckpt_tool.storage.store import Listing, ReadCost
+from ckpt_tool.storage.store import Listing, ReadCost, without_shadows
 from ckpt_tool.storage.urls import check_path, join_url
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ class LocalStore:
             if len(sizes) > MAX_FILES:
                 hint = "name a folder further down"
                 raise UsageError(f"has more than {counted(MAX_FILES, 'file')} below it", where=self.url, hint=hint)
-        return Listing(self.url, dict(sorted(sizes.items())), self._entry, modified, tuple(sorted(empty)), self._links)
+        listed = without_shadows(dict(sorted(sizes.items())), self._entry)
+        return Listing(self.url, listed, self._entry, modified, tuple(sorted(empty)), self._links)
 
     def _walk(self) -> Iterator[tuple[str, os.stat_result | None]]:
         """Relative path and state of each file, None for an empty folder; real folders before linked ones."""

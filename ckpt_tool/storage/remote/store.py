@@ -16,7 +16,7 @@ from ckpt_tool.storage.listed_once import ListedOnce
 from ckpt_tool.storage.local.store import MAX_DEPTH
 from ckpt_tool.storage.remote.file_system import WEB, modified_of, open_remote, tag_of
 from ckpt_tool.storage.remote.retry import failure_of, retried
-from ckpt_tool.storage.store import REMOTE_COST, Listing
+from ckpt_tool.storage.store import REMOTE_COST, Listing, without_shadows
 from ckpt_tool.storage.traffic import current_traffic
 from ckpt_tool.storage.urls import check_path, join_url, scheme_of, shown, split_url
 
@@ -194,7 +194,7 @@ class FsspecStore:
         tags = {path: tag_of(info) for path, info in infos.items()}
         return Listing(
             self.url,
-            {path: int(infos[path]["size"]) for path in sorted(infos)},
+            without_shadows({path: int(infos[path]["size"]) for path in sorted(infos)}, self._entry),
             self._entry,
             {path: seconds for path, seconds in times.items() if seconds is not None},
             tags={path: tag for path, tag in tags.items() if tag is not None},

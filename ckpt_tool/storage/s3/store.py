@@ -13,7 +13,7 @@ from ckpt_tool.storage.nearby import did_you_mean
 from ckpt_tool.storage.remote.http_client import HttpStatusError
 from ckpt_tool.storage.s3.answers import S3Object
 from ckpt_tool.storage.s3.client import S3Client, split_s3_url
-from ckpt_tool.storage.store import REMOTE_COST, Listing
+from ckpt_tool.storage.store import REMOTE_COST, Listing, without_shadows
 from ckpt_tool.storage.urls import check_path, join_url, split_url
 
 __all__ = ["S3Store", "open_s3"]
@@ -63,7 +63,7 @@ class S3Store:
             raise NotFound("nothing is here", where=join_url(self.url, self._entry or ""))
         return Listing(
             self.url,
-            {path: files[path].nbytes for path in sorted(files)},
+            without_shadows({path: files[path].nbytes for path in sorted(files)}, self._entry),
             self._entry,
             {path: o.modified for path, o in files.items() if o.modified is not None},
             tags={path: o.tag for path, o in files.items() if o.tag},

@@ -13,7 +13,7 @@ from ckpt_tool.errors import FormatError, NotFound, StorageError, Unsupported
 from ckpt_tool.manifest.model import FileRange
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted
-from ckpt_tool.storage.store import Listing, ReadCost, Store
+from ckpt_tool.storage.store import Listing, ReadCost, Store, without_shadows
 from ckpt_tool.storage.urls import check_path, join_url
 
 __all__ = ["TarStore", "open_tar"]
@@ -68,7 +68,7 @@ class TarStore:
         modified, tag = outer.modified.get(self.path), outer.tags.get(self.path)
         times = {} if modified is None else dict.fromkeys(sizes, modified)
         tags = {} if tag is None else dict.fromkeys(sizes, tag)
-        return Listing(self.url, sizes, modified=times, tags=tags)
+        return Listing(self.url, without_shadows(sizes), modified=times, tags=tags)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """See ``Store.read``."""
