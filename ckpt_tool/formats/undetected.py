@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ckpt_tool.errors import CkptError, FormatError, NotFound
 from ckpt_tool.formats._content import HEAD_NBYTES, Content, content_of, is_stand_in
@@ -77,79 +79,142 @@ def _is_part(entry: str, reader: Reader, whole: Source) -> bool:
         return reader.probe(without) != reader.probe(whole)
 
 
+class _Folder:
+    """A folder that no reader takes, and what several of the explanations look at."""
+
+    def __init__(self, source: Source, probes: list[tuple[Probe, Reader]]) -> None:
+        self.source = source
+        self.probes = probes
+        self.sizes = source.listing.sizes
+        self.url = source.listing.url.rstrip("/")
+        self.telling = telling_files(self.sizes)
+        self.lacking = tuple(lacking_files(self.sizes))
+
+    @cached_property
+    def stand_in(self) -> str | None:
+        """The first of the files that tell most which is something else altogether."""
+        looked_at = (path for path in self.telling[:_MAX_FILES_TRIED] if self.sizes[path])
+        return next((path for path in looked_at if is_stand_in(self.source.head(path, HEAD_NBYTES))), None)
+
+    @property
+    def has_stand_in_on_top(self) -> bool:
+        """Whether that is one of its own files, not of a folder in it."""
+        return self.stand_in is not None and "/" not in self.stand_in
+
+    def not_found(self, message: str, hint: str | None, *, files: Sequence[str] = ()) -> NotFound:
+        """The error about it."""
+        return NotFound(message, where=self.url, hint=hint, files=tuple(files))
+
+
 def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFound:
-    """The error for a folder that is no checkpoint: empty, the wrong level, or unknown."""
-    url = source.listing.url.rstrip("/")
-    part = _part_of_above(source)
-    if part is not None:
-        return part
-    telling = telling_files(source.listing.sizes)
-    looked_at = (path for path in telling[:_MAX_FILES_TRIED] if source.listing.nbytes(path))
-    stand_in = next((path for path in looked_at if _is_stand_in(source, path)), None)
-    lacking = lacking_files(source.listing.sizes)
-    altered = under_other_names(lacking, source.listing.sizes)
-    if altered and ".metadata" not in altered:
-        path, its = next(iter(altered.items()))
-        return NotFound(f"{path} is missing", where=url, hint=its.said, files=tuple(lacking))
-    if lacking and (stand_in is None or "/" in stand_in) and _OF_THE_WHOLE.fullmatch(lacking[0]):
-        return NotFound(
-            f"{lacking[0]} is missing, without which nothing tells what the other files hold: its save did not end, or "
-            "it was not copied",
-            where=url,
-            hint=f"fetch it; ckpt verify {url} --plan-fetch lists all",
-            files=tuple(lacking),
-        )
-    inside = _checkpoints_below(source)
-    if inside and (stand_in is None or "/" in stand_in):
-        listed = some_of([f"{folder} ({name})" for folder, name in inside], 8)
-        return NotFound(
-            f"no checkpoint itself, but its folders hold some: {listed}",
-            where=url,
-            hint=f'give one of them, such as "{url}/{inside[-1][0]}"',
-        )
-    empty = empty_metadata(source.listing)
-    if empty:
-        others = f"; so {counted(len(empty) - 1, 'other is', 'others are')}" if len(empty) > 1 else ""
-        return NotFound(
-            f"{empty[0]} is an empty file, and nothing else tells what the other files hold: the disk was full, or the "
-            f"copy did not end{others}",
-            where=url,
-            hint=f"fetch it again; ckpt verify {url} --plan-fetch lists all",
-            files=tuple(empty),
-        )
-    if stand_in is not None:
-        other = content_of(source.head(stand_in, HEAD_NBYTES)) or Content("something else")
-        others = f"; {counted(len(telling) - 1, 'other file')} may be so too" if len(telling) > 1 else ""
-        return NotFound(f"no checkpoint: {stand_in} is {other.what}{others}", where=url, hint=other.fix)
-    links = broken_links(url)
-    if links:
-        name = next(iter(links))
-        more = f" and {len(links) - 1:,} more" if len(links) > 1 else ""
-        return NotFound(
-            f"no checkpoint: {name} is a link to {links[name]!r}, which does not exist{more}",
-            where=url,
-            hint="fetch or copy the files themselves: of a download, or with cp -L, rsync -L or git annex get",
-        )
-    content = folder_content(source.listing.sizes)
-    if content is not None:
-        fix = None if content.fix is None else content.fix.replace("FOLDER", url)
-        return NotFound(f"no checkpoint, but {content.what}", where=url, hint=fix)
-    top = [path for path in source.listing.sizes if "/" not in path]
-    likeliest = sorted(telling, key=_likeliest_last)[-_MAX_FILES_TRIED:]
-    single = _single_files(source, likeliest)
-    if single:
-        listed = ", ".join(f"{path} ({name})" for path, name in single)
-        n_more = len(telling) - len(likeliest)
-        listed += f"; {counted(n_more, 'more file', 'were')} not looked at" if n_more else ""
-        return NotFound(
-            f"no checkpoint itself among {kinds_of_files(source.listing.sizes)}, but files that are one each: {listed}",
-            where=url,
-            hint=f'give one of them, such as "{url}/{single[-1][0]}"',
-        )
+    """The error for a folder that is no checkpoint: the first explanation that fits."""
+    folder = _Folder(source, probes)
+    return next(found for explain in _EXPLANATIONS if (found := explain(folder)) is not None)
+
+
+def _renamed(folder: _Folder) -> NotFound | None:
+    """What names the others is here under another name."""
+    altered = under_other_names(folder.lacking, folder.sizes)
+    if not altered or ".metadata" in altered:  # of which more can be said
+        return None
+    path, its = next(iter(altered.items()))
+    return folder.not_found(f"{path} is missing", its.said, files=folder.lacking)
+
+
+def _without_the_whole(folder: _Folder) -> NotFound | None:
+    """What names the others is not here, and no part is a checkpoint without it."""
+    lacking = folder.lacking
+    if not lacking or folder.has_stand_in_on_top or not _OF_THE_WHOLE.fullmatch(lacking[0]):
+        return None
+    return folder.not_found(
+        f"{lacking[0]} is missing, without which nothing tells what the other files hold: its save did not end, or "
+        "it was not copied",
+        f"fetch it; ckpt verify {folder.url} --plan-fetch lists all",
+        files=lacking,
+    )
+
+
+def _above_checkpoints(folder: _Folder) -> NotFound | None:
+    """The folder of a run, or of several."""
+    inside = [] if folder.has_stand_in_on_top else _checkpoints_below(folder.source)
+    if not inside:
+        return None
+    listed = some_of([f"{path} ({name})" for path, name in inside], 8)
+    return folder.not_found(
+        f"no checkpoint itself, but its folders hold some: {listed}",
+        f'give one of them, such as "{folder.url}/{inside[-1][0]}"',
+    )
+
+
+def _with_empty_metadata(folder: _Folder) -> NotFound | None:
+    """What names the others has not a byte."""
+    empty = empty_metadata(folder.source.listing)
+    if not empty:
+        return None
+    others = f"; so {counted(len(empty) - 1, 'other is', 'others are')}" if len(empty) > 1 else ""
+    return folder.not_found(
+        f"{empty[0]} is an empty file, and nothing else tells what the other files hold: the disk was full, or the "
+        f"copy did not end{others}",
+        f"fetch it again; ckpt verify {folder.url} --plan-fetch lists all",
+        files=empty,
+    )
+
+
+def _of_stand_ins(folder: _Folder) -> NotFound | None:
+    """Pointers, pages of a server, zeros."""
+    path = folder.stand_in
+    if path is None:
+        return None
+    other = content_of(folder.source.head(path, HEAD_NBYTES)) or Content("something else")
+    n_others = len(folder.telling) - 1
+    others = f"; {counted(n_others, 'other file')} may be so too" if n_others else ""
+    return folder.not_found(f"no checkpoint: {path} is {other.what}{others}", other.fix)
+
+
+def _of_broken_links(folder: _Folder) -> NotFound | None:
+    """Links whose files were not fetched."""
+    links = broken_links(folder.url)
+    if not links:
+        return None
+    name = next(iter(links))
+    more = f" and {len(links) - 1:,} more" if len(links) > 1 else ""
+    return folder.not_found(
+        f"no checkpoint: {name} is a link to {links[name]!r}, which does not exist{more}",
+        "fetch or copy the files themselves: of a download, or with cp -L, rsync -L or git annex get",
+    )
+
+
+def _known_by_names(folder: _Folder) -> NotFound | None:
+    """A tokenizer, archives, models made for running, nothing at all."""
+    content = folder_content(folder.sizes)
+    if content is None:
+        return None
+    fix = None if content.fix is None else content.fix.replace("FOLDER", folder.url)
+    return folder.not_found(f"no checkpoint, but {content.what}", fix)
+
+
+def _of_single_files(folder: _Folder) -> NotFound | None:
+    """Files that are a checkpoint each."""
+    likeliest = sorted(folder.telling, key=_likeliest_last)[-_MAX_FILES_TRIED:]
+    single = _single_files(folder.source, likeliest)
+    if not single:
+        return None
+    listed = ", ".join(f"{path} ({name})" for path, name in single)
+    n_more = len(folder.telling) - len(likeliest)
+    listed += f"; {counted(n_more, 'more file', 'were')} not looked at" if n_more else ""
+    return folder.not_found(
+        f"no checkpoint itself among {kinds_of_files(folder.sizes)}, but files that are one each: {listed}",
+        f'give one of them, such as "{folder.url}/{single[-1][0]}"',
+    )
+
+
+def _unknown(folder: _Folder) -> NotFound:
+    """What the readers say that come nearest, or what the first files are."""
+    top = [path for path in folder.sizes if "/" not in path]
     named = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, top))})(?![\w])") if top else None
-    likely = [each for each in probes if each[0].confidence > 0 or (named and named.search(each[0].why))]
-    likely = likely or probes[-1:]
-    contents = {path: content_of(source.head(path, HEAD_NBYTES)) for path in top[:_SHOWN]}
+    likely = [each for each in folder.probes if each[0].confidence > 0 or (named and named.search(each[0].why))]
+    likely = likely or folder.probes[-1:]
+    contents = {path: content_of(folder.source.head(path, HEAD_NBYTES)) for path in top[:_SHOWN]}
     what = [f"{path} is {content.what}" for path, content in contents.items() if content is not None]
     renamed = [
         f"{path} may be renamed: {content.fix}"
@@ -157,27 +222,25 @@ def _about_folder(source: Source, probes: list[tuple[Probe, Reader]]) -> NotFoun
         if content is not None and content.fix is not None and content.fix.startswith("name it ")
     ]
     why = _reasons(likely) if likely[0][0].confidence > 0 else "; ".join(what) or _reasons(likely)
-    place = "a tar archive with " if isinstance(source.store, TarStore) else ""
-    return NotFound(
-        f"{place}no known checkpoint format among {kinds_of_files(source.listing.sizes)} ({why})",
-        where=url,
-        hint=renamed[0] if renamed else "ckpt formats lists what is read",
+    place = "a tar archive with " if isinstance(folder.source.store, TarStore) else ""
+    return folder.not_found(
+        f"{place}no known checkpoint format among {kinds_of_files(folder.sizes)} ({why})",
+        renamed[0] if renamed else "ckpt formats lists what is read",
     )
 
 
-def _part_of_above(source: Source) -> NotFound | None:
-    """The error for a folder that is part of the checkpoint of a folder above; None where it is not surely."""
-    for store, inner in folders_above(source.listing.url):
+def _part_of_above(folder: _Folder) -> NotFound | None:
+    """Part of the checkpoint of a folder above; None where it is not surely."""
+    for store, inner in folders_above(folder.source.listing.url):
         try:
             above = Source(store, store.listing())
             best, reader = max(((r.probe(above), r) for r in readers()), key=lambda pair: pair[0].confidence)
             if best.confidence < SURE:
                 continue
             if any(path.startswith(inner) for path in reader.read(above).files.index):
-                return NotFound(
+                return folder.not_found(
                     f"one folder of {_with_article(reader.name)} checkpoint, not the whole ({best.why})",
-                    where=source.listing.url.rstrip("/"),
-                    hint=f'give the folder that holds all of it: "{above.listing.url}"',
+                    f'give the folder that holds all of it: "{above.listing.url}"',
                 )
         except CkptError:
             continue
@@ -188,10 +251,6 @@ def _part_of_above(source: Source) -> NotFound | None:
 
 def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _is_stand_in(source: Source, path: str) -> bool:
-    return is_stand_in(source.head(path, HEAD_NBYTES))
 
 
 def _checkpoints_below(source: Source) -> list[tuple[str, str]]:
@@ -239,3 +298,10 @@ def _natural(name: str) -> list[tuple[str, int]]:
     ['step-9', 'step-10']
     """
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+_EXPLANATIONS: tuple[Callable[[_Folder], NotFound | None], ...] = (
+    _part_of_above, _renamed, _without_the_whole, _above_checkpoints, _with_empty_metadata, _of_stand_ins,
+    _of_broken_links, _known_by_names, _of_single_files, _unknown,
+)  # fmt: skip
+"""In the order in which they are tried: what says most about what to do comes first."""
