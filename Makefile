@@ -113,7 +113,8 @@ PEER_TESTS = $(strip \
   $(if $(CKPT_PEER_TORCH24),tests/consumers/test_peers.py::test_torch_2_4) \
   $(if $(CKPT_PEER_TORCH_CHECKPOINTING),tests/consumers/test_torch_checkpointing.py) \
   $(if $(CKPT_PEER_TORCHSNAPSHOT),tests/consumers/test_torchsnapshot.py) \
-  $(if $(CKPT_PEER_TRANSFORMERS),tests/consumers/test_hf_names.py tests/consumers/test_peers.py::test_transformers \
+  $(if $(CKPT_PEER_TRANSFORMERS),tests/consumers/test_hf_names.py tests/consumers/test_transformers_plans.py \
+    tests/consumers/test_peers.py::test_transformers \
     tests/formats/safetensors/test_writer.py) \
   $(if $(CKPT_PEER_VESCALE),tests/consumers/test_vescale.py))
 

@@ -51,7 +51,7 @@ def detect_family(fqns: Iterable[str]) -> Detection:
     """The family whose typical names all occur and whose rules cover most of the others.
 
     Names that differ only in numbers count once. Where two families cover equally much, the one with more typical names
-    is kept, and the evidence says so.
+    is kept; the evidence says so unless both say the same of all tensors.
 
     Raises:
         LayoutError: no family fits; the message names the nearest one and what it misses.
@@ -79,13 +79,26 @@ def detect_family(fqns: Iterable[str]) -> Detection:
     covered, n_typical, name, family = ranked[0]
     typical = ", ".join(pattern.pattern for pattern in family.detect)
     evidence = [f"{name}: names match {typical}; rules cover {covered} of {len(distinct)} kinds of names"]
+    asks = f"{name} is kept, it asks for {counted(n_typical, 'typical name')}"
     evidence += [
-        f"{other} covers as much; {name} is kept, it asks for {counted(n_typical, 'typical name')}, {other} for "
-        f"{n_other}"
-        for n_covered, n_other, other, _ in ranked[1:]
-        if n_covered == covered
+        f"{other_name} covers as much; {asks}, {other_name} for {n_other}"
+        for n_covered, n_other, other_name, other in ranked[1:]
+        if n_covered == covered and _differ(family, other, readings)
     ]
     return Detection(family, tuple(evidence))
+
+
+def _differ(family: RuleSet, other: RuleSet, readings: Sequence[Sequence[str]]) -> bool:
+    """Whether two families say different things of a tensor."""
+
+    def said(rules: RuleSet, names: Sequence[str]) -> tuple[object, ...] | None:
+        match = next((found for name in names if (found := rules.match(name)) is not None), None)
+        if match is None:
+            return None
+        rule = match.rule
+        return rule.kind, rule.dim, rule.parts, rule.stage, match.layer, match.expert
+
+    return any(said(family, names) != said(other, names) for names in readings)
 
 
 def _absent(patterns: Sequence[str], readings: Sequence[Sequence[str]]) -> Iterator[str]:

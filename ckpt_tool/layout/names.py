@@ -19,7 +19,7 @@ _WRAPPERS = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
 )
 # Put in front of a whole model, one word each: DCP and Lightning keys, DDP, DeepSpeed, PEFT, multimodal models.
-_PREFIXES = ("model.", "module.", "state_dict.", "app.", "base_model.", "language_model.", "network.")
+_PREFIXES = ("model.", "module.", "state_dict.", "app.", "base_model.", "language_model.", "text_model.", "network.")
 
 _SLOTS = (
     "exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|exp_avg_diff|exp_avg_sq_row|exp_avg_sq_col|momentum_buffer|square_avg|"

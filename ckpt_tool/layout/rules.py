@@ -6,6 +6,7 @@ Rules are data, read from TOML, so that a new model needs no code::
     name = "mymodel"
     layer_pattern = "model\.layers\.(?P<layer>\d+)"  # what {layer} stands for below
     detect = ["self_attn\.q_proj\.weight$"]  # names that must occur for the family to fit
+    modules = ["norms", "ends"]  # rules that come along for parts which many models have, behind those below
 
     [[rule]]
     match = "{layer}\.self_attn\.[qkv]_proj\.(weight|bias)"
@@ -33,6 +34,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ckpt_tool.errors import LayoutError
@@ -65,9 +67,10 @@ Part = int | Literal["in", "*"]
 # One record for each: equal layouts of many tensors are told by identity.
 _REPLICATE, _shard = Replicate(), cache(Shard)
 
+_MODULES = Path(__file__).with_name("modules")
 _RULE_KEYS = {"match", "kind", "dim", "parts", "stage", "layer", "expert"}
 _LISTS, _TABLES = ("rule", "refuse", "ignore", "flat"), ("family", "naming", "facts")
-_FAMILY_KEYS = {"name", "layer_pattern", "detect"}
+_FAMILY_KEYS = {"name", "layer_pattern", "detect", "modules"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +189,10 @@ class RuleSet:
 def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None) -> RuleSet:
     """The rules in a text, TOML or JSON; those of ``base``, a family, follow, and ``{layer}`` is by default its own.
 
-    ``source`` is named in errors: a path, usually. Reads no file.
+    ``source`` is named in errors: a path, usually. Reads no file but those of ``modules``, which are the package's own.
 
     Raises:
-        LayoutError: neither TOML nor JSON, an unknown key or kind, or a pattern that is no regular expression.
+        LayoutError: neither TOML nor JSON, an unknown key, kind or module, or a pattern that is no regular expression.
     """
     document = parsed_rules(text, source)
     check_keys(document, {"family", "rule"}, source)
@@ -198,7 +201,10 @@ def load_rules(text: str, *, source: str = "rules", base: RuleSet | None = None)
     layer_pattern = family.get("layer_pattern", base.layer_pattern if base else r"(?:.*\.)?(?P<layer>\d+)")
     own = RuleSet(
         name=family.get("name", source),
-        rules=tuple(_rules(document.get("rule", []), layer_pattern, source)),
+        rules=(
+            *_rules(document.get("rule", []), layer_pattern, source),
+            *_module_rules(family.get("modules", []), layer_pattern, source),
+        ),
         layer_pattern=layer_pattern,
         detect=tuple(compiled(pattern, f"{source}: detect") for pattern in family.get("detect", [])),
     )
@@ -232,6 +238,25 @@ def parsed_rules(text: str, source: str) -> Mapping[str, Any]:
 def typical_names(text: str) -> tuple[str, ...]:
     """The ``detect`` patterns of a family's own rules file; the rules below them are many, and are not parsed."""
     return tuple(tomllib.loads(text.partition("[[rule]]")[0]).get("family", {}).get("detect", []))
+
+
+def _module_rules(names: Any, layer_pattern: str, source: str) -> Iterator[Rule]:
+    """The rules of parts that many models have, ``modules/*.toml``."""
+    if not isinstance(names, list):
+        raise LayoutError(f"modules is a list of names, got {names!r}", where=f"{source}: [family]")
+    known = {path.stem for path in _MODULES.glob("*.toml")} if names else set()
+    for name in names:
+        if name not in known:
+            hint = f"modules are {', '.join(sorted(known))}"
+            raise LayoutError(f"no module {name!r}", where=f"{source}: [family]", hint=hint)
+        yield from _module(name, layer_pattern)
+
+
+@cache
+def _module(name: str, layer_pattern: str) -> tuple[Rule, ...]:
+    """Those of one; families with the same pattern of layers share them."""
+    path = _MODULES / f"{name}.toml"
+    return tuple(_rules(tomllib.loads(path.read_text(encoding="utf-8"))["rule"], layer_pattern, path.name))
 
 
 def _rules(tables: Sequence[Mapping[str, Any]], layer_pattern: str, source: str) -> Iterator[Rule]:

@@ -1,0 +1,72 @@
+"""The rules of families against the transformers that is installed: its plans, and models that it saved.
+
+Needs ``CKPT_PEER_TRANSFORMERS``, the python of an environment with transformers and torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.trust.diff import diff
+from tests.layout.plans import disagreements
+from tests.layout.test_plans import KINDS, TABLE
+
+pytestmark = pytest.mark.peer
+
+SCRIPTS = Path(__file__).parent
+SAVED = (
+    "bamba", "bart", "bert", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "gptj",
+    "granitemoe", "granitemoehybrid", "jamba", "lfm2", "llama4_text", "longcat_flash", "minimax_m2", "mixtral", "mpt",
+    "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_next", "starcoder2", "t5",
+)  # fmt: skip
+
+
+def ran(script: str, *words: str | Path) -> str:
+    """What a script of this folder prints when the other python runs it."""
+    command = [os.environ["CKPT_PEER_TRANSFORMERS"], str(SCRIPTS / script), *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=900).stdout
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Any]:
+    """What the installed library says."""
+    found: dict[str, Any] = json.loads(ran("transformers_plans.py"))
+    return found
+
+
+def test_plans(plans: dict[str, Any]) -> None:
+    """Every model of the table is covered as the installed library has it, and the table is what its release says."""
+    wrong: dict[str, list[str]] = {}
+    for model_type, at in TABLE["models"].items():
+        now = {name: (len(shape), style) for name, (shape, style) in plans["models"].get(model_type, {}).items()}
+        if now and (said := [each for each in disagreements(now) if "_tower" not in each and "vision_" not in each]):
+            wrong[model_type] = said
+        if plans["version"] == TABLE["version"]:
+            assert {KINDS[n][0]: (KINDS[n][1], KINDS[n][2]) for n in at}.items() <= now.items(), model_type
+    assert wrong == {}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small models, by ``save_pretrained`` and by ``torch.save`` of the state dict, where experts have other names."""
+    folder = tmp_path_factory.mktemp("saved")
+    ran("transformers_saved.py", folder, *SAVED)
+    return folder
+
+
+@pytest.mark.parametrize("ending", ["", ".pt"])
+@pytest.mark.parametrize("model_type", SAVED)
+def test_a_saved_model(saved: Path, model_type: str, ending: str, tmp_path: Path) -> None:
+    """A model goes to ranks of tensor and pipeline parallelism by its family's rules, and keeps every bit."""
+    source = saved / f"{model_type}{ending}"
+    reshard(source, tmp_path / "ranks", to="rank-files", tp=2, pp=2)
+    found = diff(tmp_path / "ranks", source)
+    assert found.is_same
+    assert found.counts["same"] > 10
