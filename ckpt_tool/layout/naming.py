@@ -313,8 +313,17 @@ def _laid(rule: NamingRule, piece: tuple[str, tuple[int, ...], list[Part]]) -> t
     name, shape, parts = piece
     if not rule.transposed or len(shape) < 2:
         return piece
-    turned = [replace(part, target_offsets=part.target_offsets[::-1], axes=part.axes[::-1]) for part in parts]
-    return name, shape[::-1], turned
+    turned = [replace(part, target_offsets=_turned(part.target_offsets), axes=_turned(part.axes)) for part in parts]
+    return name, _turned(shape), turned
+
+
+def _turned(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """A number for each dimension, the last two changed over.
+
+    >>> _turned((2, 3)), _turned((8, 2, 3))
+    ((3, 2), (8, 3, 2))
+    """
+    return (*numbers[:-2], numbers[-1], numbers[-2])
 
 
 class _Blank(dict[str, object]):

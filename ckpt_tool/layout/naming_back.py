@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
 from ckpt_tool.errors import LayoutError
@@ -21,7 +21,7 @@ from ckpt_tool.layout.views import Part, View
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, some_below
 
-__all__ = ["rename_back"]
+__all__ = ["rename_back", "reversed_names"]
 
 _N_LISTED = 10
 _NUMBERED = ("layer", "expert")
@@ -109,6 +109,12 @@ def rename_back(
     used = {name for _, rule in uses for name in rule.facts}
     notes = tuple(f"{name} is {known[name].value:,}: {known[name].evidence}" for name in sorted(used))
     return Renaming(tuple(sorted(views, key=lambda view: natural(view.fqn))), tuple(dropped), notes)
+
+
+def reversed_names(naming: Naming, fqns: Iterable[str]) -> set[str]:
+    """Those of some names that the naming's rules lead to, as they are."""
+    patterns = [reverse.pattern for reverse in _reverses(naming, "")]
+    return {fqn for fqn in fqns if any(pattern.fullmatch(fqn) for pattern in patterns)}
 
 
 def _reverses(naming: Naming, variant: str) -> Iterator[_Reverse]:

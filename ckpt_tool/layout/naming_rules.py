@@ -33,7 +33,7 @@ The first dimension behind those can be taken apart:
 - ``groups``: the parts repeat that often, and a part's tensor is its pieces of all groups, joined.
 - ``unit``: a name for the size of weight 1; it is the same in all tensors, and as the fact of that name says, if any.
 - ``joined``: the tensors of the parts are one, each behind the one before; ``to`` has no ``{part}``.
-- ``transposed``: rows are columns under the name in ``to``; what has one dimension stays as it is.
+- ``transposed``: rows are columns under the name in ``to`` (the last two dimensions of more); one dimension stays.
 - ``halves``: in each group rows 0, 2, 4 ... come first, then 1, 3, 5 ... (rotary pairs become rotary halves).
 - ``rows``: a fact; rows from there on are padding and left out. Without the fact all are kept.
 - ``counts``: a fact that it must be as long as, if the fact is known.
@@ -68,7 +68,7 @@ from ckpt_tool.errors import LayoutError
 from ckpt_tool.layout.rules import check_keys, compiled, parsed_rules
 from ckpt_tool.records import dataclass
 
-__all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming"]
+__all__ = ["NamedPart", "Naming", "NamingRule", "Witness", "builtin_namings", "load_naming", "published_namings"]
 
 _RULE_KEYS = {
     "match",
@@ -193,10 +193,19 @@ class Naming:
         )
 
 
-@cache
 def builtin_namings() -> dict[str, Naming]:
-    """All namings by name. Reads the package's own files, once."""
-    folder = Path(__file__).with_name("namings")  # importlib.resources takes 4 ms to load
+    """Namings of what other libraries save, by name. Reads the package's own files, once."""
+    return _namings("namings")
+
+
+def published_namings() -> dict[str, Naming]:
+    """Namings of what transformers has in memory, as models are published, by name; of tensors that differ alone."""
+    return _namings("published")
+
+
+@cache
+def _namings(folder_name: str) -> dict[str, Naming]:
+    folder = Path(__file__).with_name(folder_name)  # importlib.resources takes 4 ms to load
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.name[-5:] == ".toml"}
     bases: dict[str, Naming] = {}
     # Bases first: a file that has one is named after it, as in megatron.toml and megatron_mixtral.toml.

@@ -1,4 +1,4 @@
-"""The rules of families against the transformers that is installed: its plans, and models that it saved.
+"""Rules and names of families against the transformers that is installed: its plans, and models that it saved.
 
 Needs ``CKPT_PEER_TRANSFORMERS``, the python of an environment with transformers and torch.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
+from ckpt_tool.api.job.load import load
 from ckpt_tool.api.trust.diff import diff
 from tests.layout.plans import disagreements
 from tests.layout.test_plans import KINDS, TABLE
@@ -25,6 +29,10 @@ SAVED = (
     "bamba", "bart", "bert", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "gptj",
     "granitemoe", "granitemoehybrid", "jamba", "lfm2", "llama4_text", "longcat_flash", "minimax_m2", "mixtral", "mpt",
     "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_next", "starcoder2", "t5",
+)  # fmt: skip
+HAVE_EXPERTS = (
+    "deepseek_v3", "gpt_oss", "jamba", "llama4_text", "longcat_flash", "minimax_m2", "mixtral", "nemotron_h", "olmoe",
+    "qwen3_next",
 )  # fmt: skip
 
 
@@ -70,3 +78,21 @@ def test_a_saved_model(saved: Path, model_type: str, ending: str, tmp_path: Path
     found = diff(tmp_path / "ranks", source)
     assert found.is_same
     assert found.counts["same"] > 10
+
+
+@pytest.mark.parametrize("model_type", [name for name in SAVED if "moe" in name or name in HAVE_EXPERTS])
+def test_experts_as_published(saved: Path, model_type: str, tmp_path: Path) -> None:
+    """Experts that are one tensor in memory are exported as ``save_pretrained`` writes them, and loaded from there."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    shutil.copy(saved / f"{model_type}.pt", folder / "pytorch_model.bin")
+    shutil.copy(saved / model_type / "config.json", folder)
+    export(folder, tmp_path / "published")
+    found = diff(tmp_path / "published", saved / model_type)
+    assert found.is_same
+    memory = torch.load(saved / f"{model_type}.pt")
+    state = {name: torch.zeros_like(tensor) for name, tensor in memory.items()}
+    report = load({"model": state}, saved / model_type, strict=False)
+    assert set(report.missing) <= {"model.lm_head.weight"}  # tied, and so stored once
+    assert report.unexpected == ()
+    assert all(state[name].equal(memory[name]) for name in state.keys() - {"lm_head.weight"})

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from ckpt_tool.api.convert.conversion import (
 from ckpt_tool.api.convert.hf_names import HfNames, of_model, with_hf_names
 from ckpt_tool.api.convert.names import beside_model_notes, module_names, renamed
 from ckpt_tool.api.convert.names_options import NamesOptions, check_asked, names_options
+from ckpt_tool.api.convert.published import published_names, unpublished_note
 from ckpt_tool.api.convert.rank_state import by_name
 from ckpt_tool.api.convert.running import Running, execution_of
 from ckpt_tool.api.convert.selection import no_tensors, select_tensors, unflattened
@@ -202,21 +204,28 @@ def prepare_export(  # noqa: PLR0913 - one argument per option of the command
 
 def _with_names(checkpoint: Checkpoint, manifest: Manifest, wanted: NamesOptions, *, is_whole: bool) -> HfNames:
     """Names of transformers where a family has them; else those of the module, without what trainers put around it."""
-    found = with_hf_names(checkpoint, manifest, wanted, is_whole=is_whole)
-    if found is not None:
-        return found
     paths = manifest.tensors.paths or tuple((fqn,) for fqn in manifest.tensors.fqns)
     # A tensor that is all there is has no keys to be named by.
     names = [(fqn, name or fqn) for fqn, name in zip(manifest.tensors.fqns, module_names(paths), strict=True)]
+    notes, info = beside_model_notes(paths), checkpoint.manifest.info
+    published = published_names(manifest, names, info, wanted)
+    if published is not None:
+        return replace(published, notes=(*notes, *published.notes))
+    found = with_hf_names(checkpoint, manifest, wanted, is_whole=is_whole)
+    if found is not None:
+        return found
     views = renaming_views(manifest, names) if any(old != new for old, new in names) else ()
-    notes = (*beside_model_notes(paths), *_kept_names(checkpoint.manifest, wanted))
+    notes = (*notes, *_kept_names(checkpoint.manifest, [name for _, name in names], wanted))
     return HfNames(renamed(manifest, dict(names)), (), notes, views, {})
 
 
-def _kept_names(manifest: Manifest, wanted: NamesOptions) -> Iterator[str]:
+def _kept_names(manifest: Manifest, names: Sequence[str], wanted: NamesOptions) -> Iterator[str]:
     """That names are not those of transformers, where the user may well think so: it was looked for, and not found."""
     if wanted.family == "none":
         return
+    note = unpublished_note(names, manifest.info, wanted)
+    if note is not None:
+        yield note
     nearest = nearest_naming(of_model(manifest))
     if nearest is not None or manifest.format.startswith("megatron"):
         because = "" if nearest is None else f" ({nearest})"

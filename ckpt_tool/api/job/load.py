@@ -29,6 +29,7 @@ from ckpt_tool.api.job.load_target import (
     fill_from_objects,
     matched,
     memories_of,
+    names_in_one,
     state_key,
     target_of,
 )
@@ -198,12 +199,14 @@ class _Loading:
             hosts.hear()
             if failure is None and known is None:
                 _, failure = _attempt(shared.offer)
-            row = [has_values, has_more, known.fingerprint if known is not None else 0, *shared.row]
+            in_one = names_in_one(live, self._options.names)
+            row = [has_values, has_more, bool(in_one), known.fingerprint if known is not None else 0, *shared.row]
             heard = self._group.gather_row(row, failure)
             any_values = bool(heard[:, 0].any())
-            is_replayed = known is not None and bool((heard[:, 2] == known.fingerprint).all())
+            is_replayed = known is not None and bool((heard[:, 3] == known.fingerprint).all())
             if known is None or not is_replayed:
-                shared.read(self._wanted(live), heard[:, 3:], with_values=any_values)
+                stacked = in_one if heard[:, 2].any() else None
+                shared.read(self._wanted(live), heard[:, 4:], with_values=any_values, in_one=stacked)
                 known = self._plan(live, shared, hosts)
                 if key is not None:
                     keep_known(self._group.process_group, key, known)
@@ -247,7 +250,8 @@ class _Loading:
     def _prepare(self, live: LiveState, shared: SharedManifest) -> None:
         """What a rank can do before it hears of the others: leaders read metadata, the others would only wait."""
         if shared.is_leader:
-            shared.prepare(self._wanted(live), with_values=bool(live.slots or live.in_tuples))
+            in_one = names_in_one(live, self._options.names) or None
+            shared.prepare(self._wanted(live), with_values=bool(live.slots or live.in_tuples), in_one=in_one)
         else:
             self._memories = memories_of(live)
 

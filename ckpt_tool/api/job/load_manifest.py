@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt_tool.api.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tool.api.convert.published import in_memory, is_published
 from ckpt_tool.api.ranks_apart import check_replicas
 from ckpt_tool.api.unchanged import ReadFiles
 from ckpt_tool.errors import StorageError
@@ -37,7 +38,7 @@ __all__ = ["SharedManifest", "Stamp", "forget_all", "stamp_of"]
 Stamp = tuple[dict[str, int], dict[str, float]]
 """Size of each file, and when it was last written."""
 
-_NOTHING, _TENSORS, _WITH_VALUES = range(3)  # what a leader has prepared
+_NOTHING, _TENSORS, _WITH_VALUES, _IN_ONE = range(4)  # what a leader has prepared; the last is added to the others
 _KEPT = 2
 _MAX_KEPT_CHUNKS = 1_000_000
 _kept: OrderedDict[str, tuple[Stamp, Checkpoint]] = OrderedDict()
@@ -99,18 +100,20 @@ class SharedManifest:
         if source is not None:
             ReadFiles(shown(self._url), source, files).check()
 
-    def prepare(self, wanted: Wanted, *, with_values: bool) -> None:
+    def prepare(self, wanted: Wanted, *, with_values: bool, in_one: Sequence[str] | None) -> None:
         """Read the metadata, on a leader, before the other ranks are heard; then `offer` it.
 
         Args:
             wanted: asked here.
             with_values: read the objects that are no tensors as well.
+            in_one: names of the state's tensors that hold all experts of a layer; a model that is published with a
+                tensor for each is then shown as it is in memory. None for as it is.
 
         Raises:
             CkptError: metadata could not be read; on this rank alone.
         """
-        self._make(lambda: self._read(wanted, with_values=with_values))
-        self._prepared = _WITH_VALUES if with_values else _TENSORS
+        self._make(lambda: self._read(wanted, with_values=with_values, in_one=in_one))
+        self._prepared = (_WITH_VALUES if with_values else _TENSORS) + _IN_ONE * (in_one is not None)
 
     @property
     def row(self) -> list[int]:
@@ -119,22 +122,24 @@ class SharedManifest:
 
         return [self._prepared, *(NO_OFFER if self._offer is None else self._offer.row)]
 
-    def read(self, wanted: Wanted, heard: IntArray, *, with_values: bool) -> None:
+    def read(self, wanted: Wanted, heard: IntArray, *, with_values: bool, in_one: Sequence[str] | None) -> None:
         """Take what all leaders have prepared, or have them read now; one collective then. `manifest` has it after.
 
         Args:
             wanted: asked on leaders.
             heard: the `row` of every rank.
             with_values: have the objects that are no tensors as well.
+            in_one: see `prepare`; None where no rank has such names, none where others have them.
 
         Raises:
             CkptError: metadata could not be read on some host, or hosts do not see the same; on every rank.
         """
         leaders = [ranks[0] for ranks in self._hosts.groups]
-        if (heard[leaders, 0] >= (_WITH_VALUES if with_values else _TENSORS)).all():
+        prepared, is_in_one = heard[leaders, 0] % _IN_ONE, heard[leaders, 0] >= _IN_ONE
+        if ((prepared >= (_WITH_VALUES if with_values else _TENSORS)) & (is_in_one == (in_one is not None))).all():
             self._hear(heard[:, 1:])
         else:
-            self._share(lambda: self._read(wanted, with_values=with_values))
+            self._share(lambda: self._read(wanted, with_values=with_values, in_one=in_one))
         self._keep()
 
     def resolve(self, manifest: Manifest, everyone: Sequence[IntArray]) -> bool:
@@ -183,12 +188,15 @@ class SharedManifest:
             self._offer.close()
             self._offer = None
 
-    def _read(self, wanted: Wanted, *, with_values: bool) -> Manifest:
+    def _read(self, wanted: Wanted, *, with_values: bool, in_one: Sequence[str] | None) -> Manifest:
         if self._checkpoint is None:
             self._checkpoint = self._opened()
         checkpoint = self._checkpoint
         if with_values:
             checkpoint.load_blobs()
+        if in_one is not None and is_published(checkpoint.manifest.tensors.fqns):
+            found = in_memory(checkpoint.resolve(), in_one)
+            checkpoint = checkpoint if found is None else checkpoint.shown_as(found)
         names = wanted(checkpoint.manifest)
         if not self._takes_first:
             check_replicas(checkpoint, names)

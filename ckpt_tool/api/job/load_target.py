@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from ckpt_tool.api.convert.published import ENDS_IN_ONE
 from ckpt_tool.api.job.load_match import Expected, Match, NameMap, Problem, SavedValues, match_tensors
 from ckpt_tool.api.job.load_settle import settled, tied_leaves
 from ckpt_tool.engine.landing import Landing, Memory, box_rows
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from ckpt_tool.frameworks.state import LiveState
 
 __all__ = [
-    "Memories", "StateKey", "Target", "device_of", "fill_from_objects", "matched", "memories_of", "state_key",
-    "target_of",
+    "Memories", "StateKey", "Target", "device_of", "fill_from_objects", "matched", "memories_of", "names_in_one",
+    "state_key", "target_of",
 ]  # fmt: skip
 
 StateKey: TypeAlias = tuple[Any, ...]
@@ -71,6 +72,11 @@ def memories_of(live: LiveState) -> Memories:
     None for what cannot be filled, which is no failure where no checkpoint has it.
     """
     return [[_memory(part.view, leaf.fqn) for part in leaf.parts] for leaf in live.leaves]
+
+
+def names_in_one(live: LiveState | None, names: NameMap | None) -> list[str]:
+    """Names of this rank's tensors that hold all experts of a layer; none where the caller maps names."""
+    return [] if live is None or names is not None else [e.fqn for e in live.leaves if e.fqn.endswith(ENDS_IN_ONE)]
 
 
 def _memory(view: Any, where: str) -> Memory | None:

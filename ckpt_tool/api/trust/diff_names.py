@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from ckpt_tool.api.checkpoint import Checkpoint
 from ckpt_tool.api.convert.hf_names import HfNames, apply_naming, facts_of, naming_of, of_model
+from ckpt_tool.api.convert.names import module_names
 from ckpt_tool.api.convert.names_options import NamesOptions, check_used
+from ckpt_tool.api.convert.published import is_in_one, published_names
 from ckpt_tool.api.convert.weight_states import check_is_decoded, state_views, states_of, torch_state
 from ckpt_tool.api.trust.template import is_template
 from ckpt_tool.errors import LayoutError, UsageError
@@ -52,10 +54,13 @@ def under_hf_names(
     shown: dict[int, Checkpoint] = {}
     notes: list[str] = []
     for number, (side, naming) in enumerate(zip(sides, namings, strict=True)):
-        if side is None or naming is None:
+        if side is None or not live[number]:
             continue
-        other = sides[1 - number]
-        found = _named(side, naming, options, other, _LABELS[1 - number], with_optimizer=with_optimizer)
+        if naming is None:
+            found = _published(side, options, sides[1 - number], with_optimizer=with_optimizer)
+        else:
+            other = sides[1 - number]
+            found = _named(side, naming, options, other, _LABELS[1 - number], with_optimizer=with_optimizer)
         if found is None:
             continue
         shown[number] = side.shown_as(found.manifest)
@@ -99,6 +104,29 @@ def _named(
         shown, state_notes = _with_states(side, found)
         notes += state_notes
     return HfNames(shown, found.dropped, tuple(notes), found.views, found.config)
+
+
+def _published(
+    side: Checkpoint, options: NamesOptions, other: Checkpoint | None, *, with_optimizer: bool
+) -> HfNames | None:
+    """One side under the names that its model is published with; None where nothing is known to differ.
+
+    Which model it is may be in the config of the other side alone.
+    """
+    model = of_model(side.manifest)
+    if options.naming is not None or not is_in_one(model):
+        return None
+    tensors = side.manifest.tensors
+    paths = tensors.paths or tuple((fqn,) for fqn in tensors.fqns)
+    names = dict(zip(tensors.fqns, module_names(paths), strict=True))
+    others = [fqn for fqn in tensors.fqns if fqn not in set(model)]
+    pairs = [(fqn, names[fqn] or fqn) for fqn in model]
+    info = {**({} if other is None else other.manifest.info), **side.manifest.info}
+    found = published_names(side.resolve(), pairs, info, options, keep=others)
+    if found is None or not with_optimizer:
+        return found
+    shown, notes = _with_states(side, found)
+    return replace(found, manifest=shown, notes=(*found.notes, *notes))
 
 
 def _with_states(side: Checkpoint, found: HfNames) -> tuple[Manifest, list[str]]:

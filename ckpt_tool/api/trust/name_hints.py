@@ -82,8 +82,13 @@ def family_hint(a: Sequence[str], b: Sequence[str]) -> NameHint | None:
         a: names that only A has.
         b: names that only B has.
     """
-    from ckpt_tool.layout.naming_match import choose_naming  # only where names meet nothing
+    from ckpt_tool.api.convert.published import is_in_one  # these only where names meet nothing
+    from ckpt_tool.layout.naming_match import choose_naming
 
+    in_one = [label for label, names in zip("AB", (a, b), strict=True) if is_in_one(names)]
+    if len(in_one) == 1:
+        said_of = f"{in_one[0]} has the experts of a layer in one tensor, as transformers 5 has them in memory"
+        return NameHint(said_of, "--names hf")
     said = []
     for label, names in zip("AB", (_some(a), _some(b)), strict=True):
         try:
