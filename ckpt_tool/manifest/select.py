@@ -25,7 +25,10 @@ from ckpt_tool.sizes import counted, shell_word
 if TYPE_CHECKING:
     from ckpt_tool.manifest.model import Manifest
 
-__all__ = ["OF_TYPES", "Index", "expand_braces", "is_name", "matching", "parse_slice", "select", "slice_box", "texts"]
+__all__ = [
+    "OF_TYPES", "Index", "expand_braces", "is_name", "matching", "near_hint", "parse_slice", "select", "slice_box",
+    "texts",
+]  # fmt: skip
 
 Index = tuple["slice | int | EllipsisType", ...]
 
@@ -79,7 +82,9 @@ def select(
         raise NotFound(
             f"none of {counted(len(tensors), 'tensor')} is left: {said}",
             where=manifest.where or None,
-            hint=f"by section there are {held}: choose other patterns or sections, or export --all" if held else None,
+            hint=f"by section there are {held}: choose other patterns or sections (ckpt export --all takes every one)"
+            if held
+            else None,
         )
     return np.flatnonzero(keep).astype(np.int64)
 
@@ -115,11 +120,8 @@ def _any_of(patterns: Sequence[str], tensors: TensorTable, where: str) -> np.nda
         names = [dtype.name for dtype in tensors.dtypes] if of_types else tensors.fqns
         hits = _of_types(pattern.removeprefix(OF_TYPES), names) if of_types else matching(pattern, names)
         if not hits:
-            hint = f'list the names with "ckpt inspect {shell_word(where or "SRC")} --flat"'
-            if of_types:
-                hint = "its types: " + " ".join(sorted(set(names)))
-            elif near := _near(pattern, names):
-                hint = "did you mean " + " or ".join(near)
+            near = "its types: " + " ".join(sorted(set(names))) if of_types else near_hint(pattern, names)
+            hint = near or f'list the names with "ckpt inspect {shell_word(where or "SRC")} --flat"'
             raise NotFound(f"no tensor matches {pattern!r} among {len(tensors):,}", where=where or None, hint=hint)
         found[hits] = True
     return found
@@ -227,11 +229,23 @@ def _glob_regex(glob: str) -> str:
     return text
 
 
-def _near(pattern: str, fqns: Sequence[str]) -> list[str]:
-    """Up to three names that look like the pattern without its wildcards."""
+def near_hint(pattern: str, fqns: Sequence[str]) -> str | None:
+    """What was meant by a pattern that fits no name: all below it, or up to three names that look like it.
+
+    >>> (
+    ...     near_hint("model", ["model.a", "model.b"]),
+    ...     near_hint("*.lm_haed.weight", ["lm_head.weight"]),
+    ...     near_hint("x", []),
+    ... )
+    ("'model.*' fits 2", 'did you mean lm_head.weight', None)
+    """
+    n_below = sum(fqn.startswith(f"{pattern}.") for fqn in fqns)
+    if n_below:
+        return f"{pattern + '.*'!r} fits {n_below:,}"
     plain = re.sub(r"re:|[*?{}\[\]^$\\()|]", "", pattern)
     containing = [fqn for fqn in fqns if plain and plain.casefold() in fqn.casefold()]
-    return containing[:3] or difflib.get_close_matches(plain, fqns[:50_000], n=3, cutoff=0.4)
+    near = containing[:3] or difflib.get_close_matches(plain, fqns[:50_000], n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(near)}" if near else None
 
 
 def parse_slice(text: str) -> tuple[str, Index]:

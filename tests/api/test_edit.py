@@ -81,6 +81,17 @@ def test_optimizer_dropped_from_dcp(tmp_path: Path) -> None:
     assert state[fqn].numpy().tobytes() == after[fqn][2]
 
 
+def test_names_that_are_meant_otherwise(tmp_path: Path) -> None:
+    """A word in front of a dot is no pattern for what is below it, and no prefix without its dot: both are said."""
+    with pytest.raises(UsageError, match="nothing matches --drop 'model'") as caught:
+        changed(DCP, tmp_path / "out", drop=["model"])
+    assert (caught.value.hint or "").startswith("'model.*' fits ")
+    with pytest.raises(UsageError, match="with a dot in front") as caught:
+        changed(DCP, tmp_path / "out", strip_prefixes=["model"])
+    assert caught.value.hint == "take its dot off too: --strip-prefix model."
+    assert not (tmp_path / "out").exists()
+
+
 def test_dropped_from_shards(tmp_path: Path) -> None:
     """Of a shard that loses tensors the header is new, others are linked; index and total_size are right."""
     before = as_bytes(HF)

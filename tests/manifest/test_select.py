@@ -83,6 +83,9 @@ def test_nothing_matches_names_near_ones() -> None:
         chosen("rng", exclude=("K_PROJ",))
     assert caught.value.hint == "did you mean model.layers.0.k_proj.weight"
     with pytest.raises(NotFound) as caught:
+        chosen("model")
+    assert (caught.value.hint or "").startswith("'model.*' fits ")
+    with pytest.raises(NotFound) as caught:
         chosen("zzz*")
     assert caught.value.hint == 'list the names with "ckpt inspect somewhere --flat"'
     with pytest.raises(NotFound, match="none of 7 tensors is left: include rng; section model"):

@@ -11,10 +11,10 @@ from ckpt_tool.errors import NotFound, UsageError
 from ckpt_tool.layout.names import without_wrappers
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.sections import section_of
-from ckpt_tool.manifest.select import matching, texts
+from ckpt_tool.manifest.select import matching, near_hint, texts
 from ckpt_tool.manifest.tables import SECTIONS
 from ckpt_tool.records import dataclass
-from ckpt_tool.sizes import counted
+from ckpt_tool.sizes import counted, shell_word
 
 __all__ = ["NameChanges", "NewNames", "new_names", "parse_rename"]
 
@@ -91,9 +91,8 @@ def new_names(manifest: Manifest, changes: NameChanges) -> NewNames:
         both = [*fqns, *objects]
         hits = matching(pattern, both)
         if not hits:
-            raise UsageError(
-                f"nothing matches --drop {pattern!r}", where=manifest.where, hint="ckpt inspect lists names"
-            )
+            hint = near_hint(pattern, both) or "ckpt inspect lists names"
+            raise UsageError(f"nothing matches --drop {pattern!r}", where=manifest.where, hint=hint)
         going |= {both[hit]: f"fits {pattern}" for hit in hits}
     mapped = _map(changes, [*fqns, *objects], manifest.where)
     kept = {fqn: mapped(fqn) for fqn in fqns if fqn not in going}
@@ -154,6 +153,10 @@ def _check_collisions(names: Iterable[tuple[str, str]], where: str) -> None:
     for old, new in names:
         if not new:
             raise UsageError(f"nothing would be left of the name {old!r}", where=where)
+        if new.startswith(".") and not old.startswith("."):
+            front = old.removesuffix(new)
+            hint = f"take its dot off too: --strip-prefix {shell_word(front + '.')}" if front != old else None
+            raise UsageError(f"{old!r} would be called {new!r}, with a dot in front", where=where, hint=hint)
         if new in owners:
             raise UsageError(
                 f"{owners[new]!r} and {old!r} would both be called {new!r}",
