@@ -15,14 +15,17 @@ from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.vocabulary import embedding_and_head, stated_tied, text_config
 from ckpt_tool.sizes import counted
 
-__all__ = ["model_findings"]
+__all__ = ["KNOWN_TYPES", "model_findings"]
 
 _IN_LAYER = re.compile(r"(?P<stack>(?:.+\.)?(?:layers?|h|blocks?))\.(?P<number>\d{1,6})\.(?P<rest>.+)", re.ASCII)
-# Types of models whose layers are those of the config, by their code in transformers 5.24.
-_KNOWN = frozenset({
-    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_neox",
-    "gemma", "gemma2", "gemma3_text",
+KNOWN_TYPES = frozenset({
+    "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+    "ernie4_5", "exaone", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neo",
+    "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "internlm3", "jais2", "llama", "mellum",
+    "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })  # fmt: skip
+"""Types of models whose layers are those of the config, and alike, by their code in transformers 5.24."""
 _N_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MIXED = ("first_k_dense_replace", "mlp_only_layers", "quantization_config")
 """Layers of such models differ from each other by design; those of a ``decoder_sparse_step`` above 1 too."""
@@ -43,7 +46,7 @@ def model_findings(manifest: Manifest) -> Iterator[Finding]:
     if not isinstance(config, Mapping) or "adapter" in manifest.info or config.get("is_encoder_decoder"):
         return
     text, _ = text_config(config)
-    severity = Severity.ERROR if str(config.get("model_type")) in _KNOWN else Severity.WARNING
+    severity = Severity.ERROR if str(config.get("model_type")) in KNOWN_TYPES else Severity.WARNING
     yield from _layers(manifest, text, severity)
     if severity is Severity.ERROR and "quantization_config" not in config:
         yield from _shapes(manifest, text, str(config.get("model_type")))

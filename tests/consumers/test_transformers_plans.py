@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,12 +20,16 @@ from ckpt_tool.api.convert.export import export
 from ckpt_tool.api.convert.reshard import reshard
 from ckpt_tool.api.job.load import load
 from ckpt_tool.api.trust.diff import diff
+from ckpt_tool.formats._config_checks import KNOWN_TYPES, model_findings
+from ckpt_tool.manifest.finding import Severity
+from tests.checks.synthetic import make, tensor
 from tests.layout.plans import disagreements
 from tests.layout.test_plans import KINDS, TABLE
 
 pytestmark = pytest.mark.peer
 
 SCRIPTS = Path(__file__).parent
+LAYER = r"(?:layers|h|blocks)\.(\d+)\."
 SAVED = (
     "bamba", "bart", "bert", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "gptj",
     "granitemoe", "granitemoehybrid", "jamba", "lfm2", "llama4_text", "longcat_flash", "minimax_m2", "mixtral", "mpt",
@@ -59,6 +64,20 @@ def test_plans(plans: dict[str, Any]) -> None:
         if plans["version"] == TABLE["version"]:
             assert {KINDS[n][0]: (KINDS[n][1], KINDS[n][2]) for n in at}.items() <= now.items(), model_type
     assert wrong == {}
+
+
+def test_configs() -> None:
+    """What a config asks for, by the types that are known, whole models have; of one layer less it is an error."""
+    told = json.loads(ran("transformers_plans.py", *sorted(KNOWN_TYPES)))
+    assert told.keys() == KNOWN_TYPES
+    for model_type, (config, shapes) in told.items():
+        info = {"config": config, "model_type": model_type}
+        whole = make([tensor(name, tuple(shape)) for name, shape in shapes.items()], []).replace(info=info)
+        assert list(model_findings(whole)) == [], model_type
+        last = re.compile(rf"\.{max(int(n) for name in shapes for n in re.findall(LAYER, name))}\.")
+        less = make([tensor(name, tuple(s)) for name, s in shapes.items() if not last.search(name)], [])
+        found = list(model_findings(less.replace(info=info)))
+        assert [each.kind for each in found if each.severity is Severity.ERROR] == ["missing-layer"], model_type
 
 
 @pytest.fixture(scope="module")

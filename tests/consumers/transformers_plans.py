@@ -2,7 +2,8 @@
 
 Prints JSON: ``{"version": ..., "models": {model type: {name: [shape, style]}}}``, for each kind of names (numbers as
 ``*``) the shape of one, and the style that the model's own plan for tensor parallelism has for it, null where it has
-none. Models are made without memory, with the sizes of their default configurations.
+none. Of models that are named as arguments, ``{model type: [config, {name: shape}]}`` instead. Models are made without
+memory, with the sizes of their default configurations.
 """
 
 if __name__ == "__main__":
@@ -10,6 +11,7 @@ if __name__ == "__main__":
     import re
     import sys
     import warnings
+    from typing import Any
 
     import torch
     import transformers  # type: ignore[import-not-found]
@@ -22,7 +24,8 @@ if __name__ == "__main__":
         **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
-    models = {}
+    models: dict[str, Any] = {}
+    wholes: dict[str, Any] = {}
     for model_type, class_name in names.items():
         if sys.argv[1:] and model_type not in sys.argv[1:]:
             continue
@@ -32,10 +35,13 @@ if __name__ == "__main__":
                 model = getattr(transformers, class_name)(config)
         except Exception:  # noqa: BLE001 - some have no configuration to begin with
             continue
+        if sys.argv[1:]:
+            wholes[model_type] = [config.to_dict(), {name: list(t.shape) for name, t in model.state_dict().items()}]
+            continue
         plan = getattr(model, "_tp_plan", None) or {}
         kinds = {}
         for name, tensor in model.state_dict().items():
             kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
             kinds[kind] = [list(tensor.shape), plan.get(kind) or plan.get(kind.rpartition(".")[0])]
         models[model_type] = kinds
-    print(json.dumps({"version": transformers.__version__, "models": models}))
+    print(json.dumps(wholes or {"version": transformers.__version__, "models": models}, default=str))
