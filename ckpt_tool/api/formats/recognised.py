@@ -29,6 +29,6 @@ RECOGNISED = {
     "flax-msgpack": "one .msgpack (or numbered ones), or a file checkpoint_<N> that is a map of MessagePack",
     "hdf5": "the first eight bytes of a file: HDF5's; or a zip named .keras",
     "npz": "a zip named .npz, or one that holds .npy files only",
-    "torch-ranks": "torch.save files whose names differ in a rank number",
+    "torch-ranks": "torch.save files whose names, or whose folders, differ in a rank number",
     "torch-save": "the first bytes of a file: torch.save's zip or stream",
 }

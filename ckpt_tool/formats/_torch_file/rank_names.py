@@ -2,7 +2,8 @@
 
 Only names are looked at: ``model_world_size_4_rank_0.pt``, ``optim_world_size_4_rank_0.pt`` (verl),
 ``pytorch_model_fsdp_0_rank0.bin``, ``optimizer_0_rank0.bin`` (accelerate), ``shard.rank3.pt``,
-``checkpoint_last-shard0.pt`` (fairseq), ``ckpt_rank-00000000-of-00000008.pth`` (torch_xla).
+``checkpoint_last-shard0.pt`` (fairseq), ``ckpt_rank-00000000-of-00000008.pth`` (torch_xla); or of the folders that
+they are in, ``rank_0/model.pt``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ckpt_tool.geometry.absent import absent_numbers
 from ckpt_tool.records import dataclass
 
-__all__ = ["RankFile", "RankFileSet", "find_sets", "rank_file"]
+__all__ = ["RankFile", "RankFileSet", "find_sets", "of_folder", "rank_file"]
 
 _TORCH_SUFFIXES = "pt|pth|bin|ckpt|pkl"
 _RANK, _SHARD, _SAFETENSORS = (
@@ -26,6 +27,8 @@ _RANK, _SHARD, _SAFETENSORS = (
     )
     for word, suffixes in (("rank", _TORCH_SUFFIXES), ("shard", _TORCH_SUFFIXES), ("rank", "safetensors"))
 )
+_FOLDER = re.compile(r"(?P<stem>(?:.*[._-])?)rank[._-]?(?P<rank>0*[0-9]{1,7})", re.IGNORECASE)
+_IN_FOLDER = re.compile(rf"[^/]+\.(?:{_TORCH_SUFFIXES})", re.IGNORECASE)
 # Ranks of one axis only (Megatron's mp_rank_00, DeepSpeed's zero_pp_rank_0_mp_rank_00): formats of their own.
 _OTHER_AXES = re.compile(r"(?<![A-Za-z0-9])(?:mp|pp|tp|dp|ep|cp|zero|expert|layer)_?$", re.IGNORECASE)
 # A step: behind a word, or a number that is no count of models or ranks.
@@ -98,7 +101,7 @@ def rank_file(path: str, *, is_safetensors: bool = False) -> RankFile | None:
     name = path.rpartition("/")[2]
     match = _SAFETENSORS.fullmatch(name) if is_safetensors else _RANK.fullmatch(name) or _SHARD.fullmatch(name)
     if match is None or _OTHER_AXES.search(match["stem"]):
-        return None
+        return None if is_safetensors or match is not None else _by_folder(path)
     label = f"{match['stem']}{match['rest']}"
     kind = next((kind for kind, pattern in _KINDS if pattern.search(label)), "model")
     start = len(path) - len(match.string) + match.start("rank")
@@ -106,6 +109,26 @@ def rank_file(path: str, *, is_safetensors: bool = False) -> RankFile | None:
     stated = match["world"] or match["of"]
     world_size = None if stated is None else int(stated)
     return RankFile(path, kind, family, int(match["rank"]), world_size, match["rank"])
+
+
+def _by_folder(path: str) -> RankFile | None:
+    """As `rank_file`, of a file in a folder that is named for a rank, the outermost one."""
+    folder, _, name = path.partition("/")
+    match = _FOLDER.fullmatch(folder)
+    if match is None or _IN_FOLDER.fullmatch(name) is None or _OTHER_AXES.search(match["stem"].rstrip("._-")):
+        return None
+    kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), "model")
+    family = f"{path[: match.start('rank')]}*{path[match.end('rank') :]}"
+    return RankFile(path, kind, family, int(match["rank"]), None, match["rank"])
+
+
+def of_folder(paths: Iterable[str]) -> list[str]:
+    """The files of a folder itself, and those in folders of ranks.
+
+    >>> of_folder(["a.pt", "rank0/a.pt", "rank1/a.pt", "mp_rank_00/a.pt", "x/a_rank0.pt", "rank0/x/a.pt"])
+    ['a.pt', 'rank0/a.pt', 'rank1/a.pt']
+    """
+    return [path for path in paths if "/" not in path or _by_folder(path) is not None]
 
 
 def find_sets(paths: Iterable[str], *, is_safetensors: bool = False) -> list[RankFileSet]:

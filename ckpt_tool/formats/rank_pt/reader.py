@@ -25,7 +25,7 @@ from ckpt_tool.formats._torch_file.described import manifest_of, part_of, sectio
 from ckpt_tool.formats._torch_file.entries import Entries, Entry, entries_of
 from ckpt_tool.formats._torch_file.findings import archive_findings
 from ckpt_tool.formats._torch_file.placed import Placed
-from ckpt_tool.formats._torch_file.rank_names import RankFile, RankFileSet, find_sets, rank_file
+from ckpt_tool.formats._torch_file.rank_names import RankFile, RankFileSet, find_sets, of_folder, rank_file
 from ckpt_tool.formats._torch_file.reading import TorchFilesReader
 from ckpt_tool.formats._torch_file.replicas import replica_findings
 from ckpt_tool.formats.base import Probe, Source
@@ -59,7 +59,7 @@ class RankFilesReader(TorchFilesReader):
         entry = source.listing.entry
         if entry is not None:
             return Probe(0.0, "a single file; rank files are read together, from their folder")
-        sets = find_sets(path for path in source.listing.paths if "/" not in path)
+        sets = find_sets(of_folder(source.listing.paths))
         if not sets:
             return Probe(0.0, "no file names with a rank number")
         best = sets[0]
@@ -80,7 +80,7 @@ class RankFilesReader(TorchFilesReader):
         Raises:
             NotFound: no rank files here.
         """
-        sets = find_sets(path for path in source.listing.paths if "/" not in path)
+        sets = find_sets(of_folder(source.listing.paths))
         if not sets:
             raise NotFound("no files that differ in a rank number", where=source.listing.url)
         chosen = sets[0]

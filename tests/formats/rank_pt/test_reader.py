@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt_tool.api.trust.diff import diff
+from ckpt_tool.api.trust.verify import verify
 from ckpt_tool.errors import FormatError
 from ckpt_tool.formats.rank_pt.reader import READER
 from ckpt_tool.manifest.finding import Finding, Severity
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.manifest.optimizer import optimizer_views
+from ckpt_tool.storage.local.store import LocalStore
 from ckpt_tool.storage.memory import MemoryStore
 from ckpt_tool.storage.store import Store
 from tests.formats.conformance import (
@@ -294,3 +297,28 @@ def test_flat_parameters_are_listed_but_not_unflattened() -> None:
     assert manifest.tensors.fqns == ("block._flat_param",)
     assert any("cannot unflatten: need" in note for note in manifest.notes)
     assert "flat-parameter" in [finding.kind for finding in findings]
+
+
+@pytest.mark.parametrize("folder", ["rank_{}", "rank{}", "ckpt-rank-{:05d}"])
+def test_folders_of_ranks(folder: str, tmp_path: Path) -> None:
+    """Files that have a rank in the names of their folders are the same as with it in their own."""
+    for path in (VERL / "ckpt").glob("*_rank_*.pt"):
+        stem, _, rank = path.stem.rpartition("_world_size_4_rank_")
+        own = tmp_path / "a" / folder.format(int(rank))
+        own.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, own / f"{stem}.pt")
+    assert diff(tmp_path / "a", VERL / "ckpt", everything=True).is_same
+    lost = tmp_path / "a" / folder.format(2) / "model.pt"
+    lost.unlink()
+    found = verify(tmp_path / "a")
+    assert f"{folder.format(2)}/model.pt" in {each.where.path for each in found.findings if each.where is not None}
+    assert not found.is_ok
+
+
+@pytest.mark.parametrize("folder", ["mp_rank_0{}", "tp-rank{}", "{}", "ranks_{}"])
+def test_folders_that_are_none(folder: str, tmp_path: Path) -> None:
+    """Ranks of one axis are those of other formats, and a number alone is anything."""
+    for rank in range(2):
+        (tmp_path / folder.format(rank)).mkdir()
+        torch.save({"w": torch.ones(2)}, tmp_path / folder.format(rank) / "model.pt")
+    assert READER.probe(source_of(LocalStore(str(tmp_path)))).confidence == 0
