@@ -71,6 +71,15 @@ def test_names_that_are_kept(tmp_path: Path) -> None:
         ckpt_tool.export(folder, tmp_path / "facts", facts={"heads": 4})
 
 
+def test_a_training_state_keeps_its_names(tmp_path: Path) -> None:
+    """With the optimizer along, weights and their state stay under one name."""
+    memory, _ = model("qwen3_moe")
+    state = {name: {"exp_avg": 2 * tensor} for name, tensor in memory.items()}
+    torch.save({"model": memory, "optimizer": {"state": state}}, tmp_path / "a.pt")
+    ckpt_tool.export(tmp_path / "a.pt", tmp_path / "out.pt", everything=True, names="hf")
+    assert ckpt_tool.diff(tmp_path / "out.pt", tmp_path / "a.pt", everything=True).is_same
+
+
 def test_diff_pairs_them(tmp_path: Path) -> None:
     """Both spellings are compared with ``names="hf"``, which the hint says; optimizer state goes along."""
     memory, published = model("glm4_moe")

@@ -208,7 +208,9 @@ def _with_names(checkpoint: Checkpoint, manifest: Manifest, wanted: NamesOptions
     # A tensor that is all there is has no keys to be named by.
     names = [(fqn, name or fqn) for fqn, name in zip(manifest.tensors.fqns, module_names(paths), strict=True)]
     notes, info = beside_model_notes(paths), checkpoint.manifest.info
-    published = published_names(manifest, names, info, wanted)
+    # State of an optimizer would no longer be that of the weights by name.
+    is_model = len(of_model(manifest)) == len(manifest.tensors)
+    published = published_names(manifest, names, info, wanted) if is_model else None
     if published is not None:
         return replace(published, notes=(*notes, *published.notes))
     found = with_hf_names(checkpoint, manifest, wanted, is_whole=is_whole)

@@ -119,7 +119,8 @@ def _published(
     tensors = side.manifest.tensors
     paths = tensors.paths or tuple((fqn,) for fqn in tensors.fqns)
     names = dict(zip(tensors.fqns, module_names(paths), strict=True))
-    others = [fqn for fqn in tensors.fqns if fqn not in set(model)]
+    of_side = set(model)
+    others = [fqn for fqn in tensors.fqns if fqn not in of_side]
     pairs = [(fqn, names[fqn] or fqn) for fqn in model]
     info = {**({} if other is None else other.manifest.info), **side.manifest.info}
     found = published_names(side.resolve(), pairs, info, options, keep=others)
