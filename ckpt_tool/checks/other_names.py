@@ -18,8 +18,7 @@ def with_other_names(findings: Iterable[Finding], manifest: Manifest, listing: L
     told = list(findings)
     coded = {entry.path for entry in manifest.files if entry.part is not None}
     missing = {each.where.path for each in told if each.where is not None} - listing.sizes.keys() - coded
-    used = (entry.path for entry in manifest.files)
-    others = under_other_names(missing, listing.sizes, used) if missing else {}
+    others = under_other_names(missing, listing.sizes, manifest.files.paths) if missing else {}
     for finding in told:
         other = None if finding.where is None else others.pop(finding.where.path, None)
         yield finding if other is None else replace(finding, message=f"{finding.message}; {other.said}")

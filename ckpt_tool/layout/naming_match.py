@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckpt_tool.errors import LayoutError, UsageError
 from ckpt_tool.layout.names import spellings
@@ -11,7 +11,10 @@ from ckpt_tool.layout.naming_rules import Naming, NamingRule, builtin_namings
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, some_below
 
-__all__ = ["Matched", "NamingMatch", "choose_naming", "match_names", "matches_of", "nearest_naming"]
+__all__ = [
+    "Matched", "NamingMatch", "choose_naming", "match_names", "matches_of", "misfits", "nearest_naming",
+    "rules_of_name",
+]  # fmt: skip
 
 _N_LISTED = 10
 
@@ -58,8 +61,7 @@ def choose_naming(fqns: Iterable[str], *, family: str | None, must_fit: bool = T
     ranked: list[tuple[int, Naming]] = []
     against: list[str] = []
     for naming in asked:
-        why_not = [f"none fits {p.pattern!r}" for p in naming.detect if not _occurs(p, readings)]
-        why_not += [f"some fit {p.pattern!r}" for p in naming.absent if _occurs(p, readings)]
+        why_not = misfits(naming, readings)
         against += why_not[:1]
         if not why_not:
             covered = sum(any(r.pattern.fullmatch(name) for r in naming.rules for name in names) for names in readings)
@@ -89,6 +91,19 @@ def nearest_naming(fqns: Iterable[str]) -> str | None:
             said = f"rules of {naming.name} cover {covered:,} of {len(readings):,}, but none fits {lacking[0]!r}"
             ranked.append((len(lacking), -covered, said))
     return min(ranked)[2] if ranked else None
+
+
+def misfits(naming: Naming, readings: Sequence[Sequence[str]]) -> list[str]:
+    """Why names are not those of a naming, a clause each: what must occur and does not, and what must not and does.
+
+    Args:
+        naming: whose ``detect`` and ``absent`` are asked.
+        readings: of each tensor the names that it may have.
+    """
+    return [
+        *(f"none fits {each.pattern!r}" for each in naming.detect if not _occurs(each, readings)),
+        *(f"some fit {each.pattern!r}" for each in naming.absent if _occurs(each, readings)),
+    ]
 
 
 def _occurs(pattern: re.Pattern[str], readings: Iterable[Iterable[str]]) -> bool:
@@ -128,7 +143,12 @@ def matches_of(naming: Naming, fqns: Iterable[str]) -> tuple[list[Matched], list
 def _matches(naming: Naming, fqn: str) -> Iterator[Matched]:
     for spelling in spellings(fqn, {}):
         if spelling.slot is None and spelling.adapter is None:
-            for rule in naming.rules:
-                found = rule.pattern.fullmatch(spelling.parameter)
-                if found is not None:
-                    yield Matched(fqn, spelling.parameter, rule, found.groupdict())
+            yield from rules_of_name(naming, fqn, spelling.parameter)
+
+
+def rules_of_name(naming: Naming, fqn: str, parameter: str) -> Iterator[Matched]:
+    """The rules that match the whole of a parameter's name, in order; ``fqn`` is the tensor that is called so."""
+    for rule in naming.rules:
+        found = rule.pattern.fullmatch(parameter)
+        if found is not None:
+            yield Matched(fqn, parameter, rule, found.groupdict())

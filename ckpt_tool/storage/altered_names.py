@@ -2,7 +2,7 @@
 
 A file that a checkpoint should have, and has not, often lies beside its place under such a name. By names alone.
 
-Sources: manual pages of rsync (``.NAME.XXXXXX``), wget (``NAME.1``), curl, aria2, azcopy and rclone; browsers; the
+Sources: manual pages of rsync (``.NAME.aB3dE9``), wget (``NAME.1``), curl, aria2, azcopy and rclone; browsers; the
 finders of macOS (``.NAME.icloud``, ``NAME copy``) and Windows (``NAME - Copy``, ``NAME (1)``); DVC.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from ckpt_tool.records import dataclass
 from ckpt_tool.sizes import counted, shell_word
 
-__all__ = ["UNFINISHED", "Altered", "is_placeholder", "is_unfinished", "under_other_names"]
+__all__ = ["Altered", "is_placeholder", "is_unfinished", "under_other_names"]
 
-UNFINISHED = (
+_UNFINISHED = (
     ".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".download", ".opdownload", ".filepart", ".tmp",
     ".temp", ".gstmp",
 )  # fmt: skip
@@ -28,7 +28,7 @@ _SEALED = (".gpg", ".age", ".enc")
 _KEPT = (".bak", ".orig", ".old", ".backup", ".txt", ".bin", ".1", ".2", ".3", "~")
 
 _ENDS = {
-    **dict.fromkeys(UNFINISHED, "unfinished"),
+    **dict.fromkeys(_UNFINISHED, "unfinished"),
     **dict.fromkeys(_PLACEHOLDERS, "placeholder"),
     **dict.fromkeys(_PACKED, "packed"),
     **dict.fromkeys(_SEALED, "sealed"),
@@ -86,7 +86,7 @@ def is_unfinished(path: str) -> bool:
     >>> is_unfinished("model.safetensors.part"), is_unfinished("model.part.safetensors")
     (True, False)
     """
-    return path.endswith(UNFINISHED)
+    return path.endswith(_UNFINISHED)
 
 
 def is_placeholder(path: str) -> bool:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tool.api.convert.hf_names import HfNames
 from ckpt_tool.api.convert.names_options import check_used
+from ckpt_tool.layout.naming_match import misfits, rules_of_name
 from ckpt_tool.manifest.model import Manifest
 from ckpt_tool.sizes import counted
 
 if TYPE_CHECKING:
     from ckpt_tool.api.convert.names_options import NamesOptions
-    from ckpt_tool.layout.naming_match import Matched
     from ckpt_tool.layout.naming_rules import Naming
     from ckpt_tool.layout.views import View
 
@@ -52,8 +52,11 @@ def published_names(
         UsageError: facts were given, which no such names need.
     """
     naming, evidence = _chosen([name for _, name in names], info, wanted)
-    matches = [] if naming is None else [each for pair in names if (each := _matched(naming, *pair)) is not None]
-    if naming is None or not matches:
+    if naming is None:
+        return None
+    found = (next(rules_of_name(naming, fqn, name), None) for fqn, name in names)
+    matches = [each for each in found if each is not None]
+    if not matches:
         return None
     check_used(wanted)
     from ckpt_tool.layout.naming import rename
@@ -132,7 +135,7 @@ def in_memory(manifest: Manifest, wanted: Sequence[str]) -> Manifest | None:
 
 def _chosen(names: Sequence[str], info: Mapping[str, Any], wanted: NamesOptions) -> tuple[Naming | None, str]:
     """The naming of a model, and how it was told."""
-    if wanted.family == "none" or not any(_OF_EXPERTS in name and not _is_numbered(name) for name in names):
+    if wanted.family == "none" or not is_in_one(names):
         return None, ""
     from ckpt_tool.layout.naming_rules import published_namings  # few models need it
 
@@ -143,27 +146,11 @@ def _chosen(names: Sequence[str], info: Mapping[str, Any], wanted: NamesOptions)
     if model_type is not None:
         naming = next((each for each in known if model_type in each.model_types), None)
         return naming, f"model_type is {model_type} in config.json"
-    fitting = [naming for naming in known if _fits(naming, names)]
+    readings = [(name,) for name in names]
+    fitting = [naming for naming in known if not naming.only_asked and not misfits(naming, readings)]
     if len(fitting) != 1:
         return None, ""
     return fitting[0], f"names are those that {fitting[0].family} has in transformers 5"
-
-
-def _fits(naming: Naming, names: Sequence[str]) -> bool:
-    """Whether names alone tell that a naming is meant."""
-    if naming.only_asked or any(pattern.search(name) for pattern in naming.absent for name in names):
-        return False
-    return all(any(pattern.search(name) for name in names) for pattern in naming.detect)
-
-
-def _matched(naming: Naming, fqn: str, name: str) -> Matched | None:
-    from ckpt_tool.layout.naming_match import Matched
-
-    for rule in naming.rules:
-        found = rule.pattern.fullmatch(name)
-        if found is not None:
-            return Matched(fqn, name, rule, found.groupdict())
-    return None
 
 
 def _is_numbered(name: str) -> bool:

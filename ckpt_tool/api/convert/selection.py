@@ -129,7 +129,7 @@ def select_tensors(
     if missing:
         lost = [fqn for names in missing.values() for fqn in names]
         is_known = all(missing.values())
-        others = under_other_names(missing, checkpoint.source.listing.sizes, (e.path for e in manifest.files))
+        others = under_other_names(missing, checkpoint.source.listing.sizes, manifest.files.paths)
         fetch = f"{next(iter(others.values())).said}; else fetch them" if others else "fetch them"
         raise CoverageError(
             f"tensors of {counted(len(missing), 'missing file')} would be lost: {some_of(list(missing))}"

@@ -103,12 +103,11 @@ def rank_file(path: str, *, is_safetensors: bool = False) -> RankFile | None:
     if match is None or _OTHER_AXES.search(match["stem"]):
         return None if is_safetensors or match is not None else _by_folder(path)
     label = f"{match['stem']}{match['rest']}"
-    kind = next((kind for kind, pattern in _KINDS if pattern.search(label)), "model")
     start = len(path) - len(match.string) + match.start("rank")
     family = f"{path[:start]}*{path[start + len(match['rank']) :]}"
     stated = match["world"] or match["of"]
     world_size = None if stated is None else int(stated)
-    return RankFile(path, kind, family, int(match["rank"]), world_size, match["rank"])
+    return RankFile(path, _kind_of(label), family, int(match["rank"]), world_size, match["rank"])
 
 
 def _by_folder(path: str) -> RankFile | None:
@@ -117,9 +116,12 @@ def _by_folder(path: str) -> RankFile | None:
     match = _FOLDER.fullmatch(folder)
     if match is None or _IN_FOLDER.fullmatch(name) is None or _OTHER_AXES.search(match["stem"].rstrip("._-")):
         return None
-    kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), "model")
     family = f"{path[: match.start('rank')]}*{path[match.end('rank') :]}"
-    return RankFile(path, kind, family, int(match["rank"]), None, match["rank"])
+    return RankFile(path, _kind_of(name), family, int(match["rank"]), None, match["rank"])
+
+
+def _kind_of(label: str) -> str:
+    return next((kind for kind, pattern in _KINDS if pattern.search(label)), "model")
 
 
 def of_folder(paths: Iterable[str]) -> list[str]:
